@@ -1,0 +1,200 @@
+"""Messages into the model's prompt: chat templates, rendered in a sandbox (case O4)."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache
+from time import monotonic
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from lampejo.errors import UserError
+from lampejo.tokenizer import Tokenizer
+
+MAX_STEPS = 1_000_000  # loop rounds and calls that one rendering may spend; a real template spends some per message
+MAX_SECONDS = 10.0  # wall-clock time of one rendering, looked at in each step
+MAX_REPEAT = 1_000_000  # characters or items that one multiplication may make
+
+_budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
+
+
+def render_chat(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **template_kwargs: Any,
+) -> str:
+    """The prompt's text. Encode it with ``add_special_tokens=False``: the template writes BOS and the like itself.
+
+    ``template_kwargs`` are the request's ``chat_template_kwargs`` (``enable_thinking``, ...). Raises UserError when
+    the model has no template, messages are malformed, or the template fails, breaks out of the sandbox or runs on.
+    """
+    if not template:
+        raise UserError(
+            "The model has no chat template.", "Send a raw prompt instead of messages, or use an instruct model."
+        )
+    validate_messages(messages)
+    variables = {
+        **tokenizer.special_tokens,
+        "documents": None,
+        **template_kwargs,
+        "messages": list(messages),
+        "tools": list(tools) if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    token = _budget.set(_Budget())
+    try:
+        return _compile(template).render(variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"The model's chat template is not valid Jinja: {error.message} (line {error.lineno}).",
+            "Send a raw prompt, or give another template.",
+        ) from error
+    except SecurityError as error:
+        raise UserError(
+            f"The model's chat template was stopped by the sandbox: {error}.",
+            "Do not trust this model's files; send a raw prompt, or give another template.",
+        ) from error
+    except jinja2.TemplateError as error:  # raise_exception() of the template, undefined names
+        raise UserError(
+            f"The chat template refused the messages: {error}.", "Change the messages, or send a raw prompt."
+        ) from error
+    except Exception as error:  # whatever expressions in the template raise
+        raise UserError(
+            f"The chat template failed on these messages: {type(error).__name__}: {error}.",
+            "Change the messages, or send a raw prompt.",
+        ) from error
+    finally:
+        _budget.reset(token)
+
+
+def validate_messages(messages: Any) -> None:
+    """Raise UserError unless ``messages`` is a non-empty list of ``{"role": ..., "content": ...}``.
+
+    ``content`` is a string or a list of ``{"type": "text", "text": ...}``; it may be absent or None only beside
+    ``tool_calls``. Which roles exist is the template's matter.
+    """
+    remedy = 'Each message is an object like {"role": "user", "content": "Hello"}.'
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise UserError("messages is not a list.", remedy)
+    if not messages:
+        raise UserError("messages is empty.", "Send at least one message.")
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise UserError(f"{name} is not an object.", remedy)
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise UserError(f"{name} has no role.", remedy)
+        content = message.get("content")
+        if content is None:
+            if not message.get("tool_calls"):
+                raise UserError(f"{name} has no content.", remedy)
+        elif isinstance(content, list):
+            for part in content:
+                if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise UserError(f"{name}.content has a part that is not text.", "Only text is supported.")
+        elif not isinstance(content, str):
+            raise UserError(f"{name}.content is neither a string nor a list of text parts.", remedy)
+
+
+@lru_cache(maxsize=32)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> "_Sandbox":
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _tojson
+    environment.filters["_counted"] = _counted
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    del environment.globals["lipsum"]
+    return environment
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, and bounds on loops, calls and multiplications, which it does not have."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        _budget.get().spend()
+        return super().call(*args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if operator == "**" and not (numbers and abs(left) <= 2**64 and abs(right) <= 64):
+            raise SecurityError("a power is too big")
+        if operator == "*" and not numbers:
+            items, times = (left, right) if hasattr(left, "__len__") else (right, left)
+            if hasattr(items, "__len__") and isinstance(times, int) and len(items) * times > MAX_REPEAT:
+                raise SecurityError(f"a multiplication makes more than {MAX_REPEAT} items")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Budget:
+    """What one rendering may still spend."""
+
+    def __init__(self) -> None:
+        self.steps = MAX_STEPS
+        self.deadline = monotonic() + MAX_SECONDS
+
+    def spend(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise SecurityError(f"it takes more than {MAX_STEPS} steps")
+        if monotonic() > self.deadline:
+            raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+
+def _counted(items: Any) -> Any:
+    budget = _budget.get()
+    for item in items:
+        budget.spend()
+        yield item
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks the assistant's text for training; here its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
