@@ -1,7 +1,7 @@
 """Messages into the model's prompt: chat templates, rendered in a sandbox (case O4)."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
@@ -18,6 +18,7 @@ from lampejo.tokenizer import Tokenizer
 
 MAX_STEPS = 1_000_000  # loop rounds and calls that one rendering may spend; a real template spends some per message
 MAX_SECONDS = 10.0  # wall-clock time of one rendering, looked at in each step
+MAX_CHARS = 16_000_000  # of the rendered prompt
 MAX_REPEAT = 1_000_000  # characters or items that one multiplication may make
 
 _budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
@@ -51,28 +52,42 @@ def render_chat(
     }
     token = _budget.set(_Budget())
     try:
-        return _compile(template).render(variables)
+        return _joined(_compile(template).generate(variables))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
-            f"The model's chat template is not valid Jinja: {error.message} (line {error.lineno}).",
+            f"The model's chat template is not valid Jinja: {_bare(error.message)} (line {error.lineno}).",
             "Send a raw prompt, or give another template.",
         ) from error
     except SecurityError as error:
         raise UserError(
-            f"The model's chat template was stopped by the sandbox: {error}.",
+            f"The model's chat template was stopped by the sandbox: {_bare(error)}.",
             "Do not trust this model's files; send a raw prompt, or give another template.",
         ) from error
     except jinja2.TemplateError as error:  # raise_exception() of the template, undefined names
         raise UserError(
-            f"The chat template refused the messages: {error}.", "Change the messages, or send a raw prompt."
+            f"The chat template refused the messages: {_bare(error)}.", "Change the messages, or send a raw prompt."
         ) from error
     except Exception as error:  # whatever expressions in the template raise
         raise UserError(
-            f"The chat template failed on these messages: {type(error).__name__}: {error}.",
+            f"The chat template failed on these messages: {type(error).__name__}: {_bare(error)}.",
             "Change the messages, or send a raw prompt.",
         ) from error
     finally:
         _budget.reset(token)
+
+
+def _bare(error: object) -> str:
+    return str(error).rstrip(". ")
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    parts, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_CHARS:
+            raise SecurityError(f"it writes more than {MAX_CHARS} characters")
+        parts.append(piece)
+    return "".join(parts)
 
 
 def validate_messages(messages: Any) -> None:

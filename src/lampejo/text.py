@@ -13,13 +13,17 @@ class TextStream:
     For any way of cutting the ids, the pieces taken join to ``tokenizer.decode(ids)``, cut before the earliest stop
     string. Cost per token does not grow with the text. ``prompt_ids``: give them when the text continues a raw prompt,
     so that a SentencePiece-like vocabulary keeps the space before the first word; without them the text stands alone.
+    Stop strings completed before ``min_tokens`` tokens are pushed do not count.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_ids: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
         if isinstance(stop, str) or any(not isinstance(text, str) or not text for text in stop):
             raise UserError("A stop string is empty or no string.", "Give a list of strings of one or more characters.")
         self.num_tokens = 0  # tokens pushed, invisible ones and the one that completed a stop string included
         self.stop_match: str | None = None  # the stop string that ended the text
+        self._min_tokens = min_tokens
         self._stops = [_StopString(text) for text in stop]
         continues = any(tokenizer.piece(token_id) for token_id in prompt_ids)
         self._decoder = _ByteDecoder(tokenizer) if tokenizer.rules.byte_level else _PieceDecoder(tokenizer, continues)
@@ -67,7 +71,7 @@ class TextStream:
         cut: int | None = None  # where the text ends, from the start of the piece; negative: in text held back before
         for stop in self._stops:
             start = stop.feed(piece)
-            if start is not None and (cut is None or start < cut):
+            if start is not None and self.num_tokens >= self._min_tokens and (cut is None or start < cut):
                 cut, self.stop_match = start, stop.text
         if cut is not None:
             pending = "".join(self._pending)
@@ -94,15 +98,17 @@ class _StopString:
         text, fallback, matched = self.text, self._fallback, self.matched
         if not matched and text[0] not in piece:
             return None
+        found: int | None = None
         for i, char in enumerate(piece):
             while matched and text[matched] != char:
                 matched = fallback[matched - 1]
             if text[matched] == char:
                 matched += 1
                 if matched == len(text):
-                    return i + 1 - len(text)
+                    found = i + 1 - len(text) if found is None else found
+                    matched = fallback[-1]
         self.matched = matched
-        return None
+        return found
 
 
 class _ByteDecoder:

@@ -56,8 +56,8 @@ class DecodeRules:
 class Tokenizer:
     """Ids and text of one model. Thread-safe after construction.
 
-    ``special_tokens`` maps names as chat templates use them (``bos_token``, ...) to their text. ``chat_template`` is
-    what the model's files hold, or None.
+    ``special_tokens`` maps names as chat templates use them (``bos_token``, ...) to their text; ``special_ids`` are
+    invisible in decoded text; ``vocab_size`` counts the tokenizer's tokens, a model may have padding rows beyond.
     """
 
     def __init__(
@@ -65,14 +65,12 @@ class Tokenizer:
         backend: Backend,
         special_tokens: Mapping[str, str],
         eos_ids: Iterable[int] = (),
-        chat_template: str | None = None,
         affixes: tuple[list[int], list[int]] | None = None,  # ids around every text; None: the backend's post-processor
     ) -> None:
         backend.no_truncation()  # a tokenizer.json may carry either; both would falsify prompts silently
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens)
-        self.chat_template = chat_template
         self.rules = _decode_rules(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids: frozenset[int] = frozenset(
@@ -174,7 +172,7 @@ def from_folder(path: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
         flags = [config.get("add_bos_token"), config.get("add_eos_token")]
         before, after = ([end] if flag and end is not None else [] for end, flag in zip(ends, flags, strict=True))
         affixes = (before, after)
-    return Tokenizer(backend, special_tokens, eos_ids, _folder_template(path, config), affixes)
+    return Tokenizer(backend, special_tokens, eos_ids, affixes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -215,15 +213,6 @@ def _add_declared_tokens(
     for name in names:
         if name not in known and backend.token_to_id(name) is not None:
             backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
-
-
-def _folder_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
 
 
 # --- GGUF metadata ---------------------------------------------------------------------------------------------------
@@ -298,7 +287,7 @@ def from_gguf(metadata: Mapping[str, Any], eos_ids: Iterable[int] = ()) -> Token
     before = [ids[_GGUF_NAMES["bos_token"]]] if add_bos and _GGUF_NAMES["bos_token"] in ids else []
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
     after = [ids[_GGUF_NAMES["eos_token"]]] if add_eos and _GGUF_NAMES["eos_token"] in ids else []
-    return Tokenizer(backend, special_tokens, ends, metadata.get("tokenizer.chat_template"), (before, after))
+    return Tokenizer(backend, special_tokens, ends, (before, after))
 
 
 def _strings(metadata: Mapping[str, Any], name: str) -> list[Any]:
