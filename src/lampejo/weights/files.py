@@ -1,0 +1,75 @@
+"""What both readers share: errors for damaged files, bounded JSON, and reads that never map a file into memory.
+
+Plain reads instead of ``mmap``: a tensor never keeps a file open, and a file that shrinks under us is an error message
+instead of a SIGBUS.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lampejo.errors import UserError
+
+_MAX_JSON = 64 << 20
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a file that cannot be what it claims to be."""
+    return UserError(
+        f"{path}: {what}.",
+        "The file is truncated or damaged: delete it and fetch it again (lampejo pull), or give a good copy.",
+    )
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open for unbuffered reading; ``UserError`` if that fails."""
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", "Check the path and its permissions.") from None
+
+
+def read_bytes(file: BinaryIO, path: Path, offset: int, num_bytes: int) -> Tensor:
+    """``num_bytes`` bytes from ``offset`` as a fresh uint8 tensor; checked by the caller against the file's size."""
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    view = memoryview(data.numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
+    file.seek(offset)
+    done = 0
+    while done < num_bytes:
+        count = file.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]  # RawIOBase has it
+        if not count:
+            raise damaged(path, "it became shorter while it was read")
+        done += count
+    return data
+
+
+def parse_json(text: bytes, path: Path, what: str = "it") -> dict[str, Any]:
+    """A JSON object without duplicate keys; ``UserError`` for anything else."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"{what} is not valid JSON ({str(error)[:80]})") from None
+    if not isinstance(value, dict):
+        raise damaged(path, f"{what} is not a JSON object")
+    return value
+
+
+def read_json(path: Path, required: bool = True) -> dict[str, Any]:
+    """The JSON object in ``path``; ``{}`` if it is absent and not ``required``."""
+    if not path.is_file():
+        if required:
+            raise UserError(f"{path} does not exist.", "A model folder needs it; fetch the model again.")
+        return {}
+    if path.stat().st_size > _MAX_JSON:
+        raise damaged(path, f"it is larger than {_MAX_JSON >> 20} MiB")
+    with open_file(path) as file:
+        return parse_json(file.read(), path)

@@ -1,0 +1,101 @@
+"""Fetches a repository of the Hugging Face hub: configuration, tokenizer, safetensors, or one GGUF. Never a pickle."""
+
+from pathlib import Path
+from typing import Any
+
+from lampejo.errors import UserError
+
+_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+_UNWANTED = ["*/*", "consolidated*"]  # subfolders, and Mistral's second copy of the same weights
+
+
+def fetch(repo: str, revision: str | None, file: str | None, progress: bool = True) -> Path:
+    """The folder (safetensors) or file (GGUF) of ``repo`` in the hub's own cache, downloaded if it is not there.
+
+    ``file`` chooses one GGUF of several. Without a network the cached copy serves.
+    """
+    import huggingface_hub as hf  # here, since it takes half a second that other sources need not spend
+    from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress else disable_progress_bars)()
+    at: dict[str, Any] = {"repo_id": repo, "revision": revision}
+    try:
+        files = hf.HfApi().list_repo_files(repo, revision=revision)
+    except errors.GatedRepoError:
+        raise UserError(
+            f"The repository {repo} is gated.",
+            f"Accept its terms at https://huggingface.co/{repo} and run 'hf auth login'.",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"The repository {repo} has no revision {revision!r}.", "Check the name after the @.") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise _no_such(repo) from None
+    except Exception as error:  # requests, httpx or httpx2, by the version of huggingface_hub: all mean "no network"
+        return _cached(at, file, f"{type(error).__name__}: {error}")
+    try:
+        if file is None and any("/" not in name and name.endswith(".safetensors") for name in files):
+            return Path(hf.snapshot_download(**at, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(hf.hf_hub_download(**at, filename=_choose_gguf(repo, files, file)))
+    except UserError:
+        raise
+    except Exception as error:
+        return _cached(at, file, f"{type(error).__name__}: {error}")
+
+
+def _no_such(repo: str) -> UserError:
+    from lampejo.weights.aliases import ALIASES
+
+    return UserError(
+        f"{repo!r} is neither a local path nor a repository of the hub that you may read.",
+        f"Check its name (org/name), or use an alias ({', '.join(ALIASES)}); private ones need 'hf auth login'.",
+    )
+
+
+def _choose_gguf(repo: str, files: list[str], file: str | None) -> str:
+    ggufs = [name for name in files if name.endswith(".gguf")]
+    listed = ", ".join(f"{repo}:{name}" for name in ggufs[:12]) or "none"
+    if file is not None:
+        if file not in ggufs:
+            raise UserError(f"{repo} has no file {file!r}.", f"Its GGUF files: {listed}.")
+        chosen = file
+    elif len(ggufs) == 1:
+        chosen = ggufs[0]
+    elif ggufs:
+        raise UserError(f"{repo} has {len(ggufs)} GGUF files.", f"Name one: {listed}.")
+    else:
+        raise UserError(
+            f"{repo} has neither safetensors nor GGUF files; lampejo never loads pickles.", "Choose another repository."
+        )
+    if "-of-0" in chosen:
+        raise UserError(
+            f"{chosen} is one part of a split GGUF.",
+            "Join the parts with llama-gguf-split --merge, then give that file.",
+        )
+    return chosen
+
+
+def _cached(at: dict[str, Any], file: str | None, reason: str) -> Path:
+    """What an earlier run has fetched; ``UserError`` with ``reason`` and the way out if that is not complete."""
+    import huggingface_hub as hf
+
+    try:
+        if file is not None:
+            return Path(hf.hf_hub_download(**at, filename=file, local_files_only=True))
+        folder = Path(
+            hf.snapshot_download(**at, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True)
+        )
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            return folder
+        ggufs = sorted(folder.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return ggufs[0]
+    except Exception as error:  # not cached, or not completely: told below
+        reason = reason or str(error)
+    missing = file or "config.json, tokenizer.json and *.safetensors"
+    revision = f" --revision {at['revision']}" if at["revision"] else ""
+    raise UserError(
+        f"Missing {missing} of {at['repo_id']}, and the hub cannot be reached ({reason.splitlines()[0][:160]}).",
+        f"Check the network; or run 'hf download {at['repo_id']}{revision} --local-dir FOLDER' elsewhere, "
+        "bring FOLDER here and give its path.",
+    )
