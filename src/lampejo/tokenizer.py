@@ -195,16 +195,21 @@ def _add_declared_tokens(
     backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path
 ) -> None:
     """Add what the configuration declares beyond tokenizer.json, and mark named tokens as special."""
-    declared = config.get("added_tokens_decoder") or {}
-    for token_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-        token = AddedToken(
-            entry["content"], **{key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "special")}
-        )
+    place = path / "tokenizer_config.json"
+    try:
+        declared = {
+            int(token_id): AddedToken(
+                entry["content"], **{key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "special")}
+            )
+            for token_id, entry in (config.get("added_tokens_decoder") or {}).items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{place} has a malformed added_tokens_decoder: {error}.", "Download it again.") from error
+    for token_id, token in sorted(declared.items()):
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-        if (found := backend.token_to_id(token.content)) != int(token_id):
+        if (found := backend.token_to_id(token.content)) != token_id:
             raise UserError(
-                f"{path / 'tokenizer_config.json'} puts token {token.content!r} at id {token_id}, "
-                f"tokenizer.json at {found}.",
+                f"{place} puts token {token.content!r} at id {token_id}, tokenizer.json at {found}.",
                 "Take both files from the same revision of the model.",
             )
     names = [*special_tokens.values()]
@@ -261,26 +266,29 @@ def from_gguf(metadata: Mapping[str, Any], eos_ids: Iterable[int] = ()) -> Token
             f"The GGUF file has tokenizer model {model!r} (tokenizer.ggml.model); supported: 'gpt2' (byte-level BPE).",
             "Use the model's safetensors folder, whose tokenizer.json needs no translation.",
         )
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise UserError(
             f"The GGUF file has pre-tokenizer {pre!r} (tokenizer.ggml.pre); supported: {', '.join(_PRE_TOKENIZERS)}.",
             "Use the model's safetensors folder, whose tokenizer.json needs no translation.",
         )
     kind = _PRE_TOKENIZERS[pre]
-    tokens, merges, types = (_strings(metadata, key) for key in ("tokens", "merges", "token_type"))
+    tokens, merges, types = (
+        _list(metadata, "tokens", str),
+        _list(metadata, "merges", str),
+        _list(metadata, "token_type", int),
+    )
     backend = _byte_level_backend(kind, tokens, merges)
     if len(types) != len(tokens):
         raise _contradiction(f"{len(tokens)} tokens but {len(types)} token types")
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
-    for token, token_type in added:
+    for token, token_type in zip(tokens, types, strict=True):
         if token_type == _CONTROL:
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        else:
+        elif token_type == _USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=False, normalized=False)])
     ids = {key: metadata[key] for key in (*_GGUF_NAMES.values(), *_GGUF_ENDS) if metadata.get(key) is not None}
     for key, token_id in ids.items():
-        if not 0 <= token_id < len(tokens):
-            raise _contradiction(f"{key} is {token_id}, outside the vocabulary of {len(tokens)}")
+        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+            raise _contradiction(f"{key} is {token_id!r}, outside the vocabulary of {len(tokens)}")
     special_tokens = {name: tokens[ids[key]] for name, key in _GGUF_NAMES.items() if key in ids}
     ends = {*eos_ids, *(ids[key] for key in _GGUF_ENDS if key in ids)}
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", kind.add_bos)
@@ -290,10 +298,10 @@ def from_gguf(metadata: Mapping[str, Any], eos_ids: Iterable[int] = ()) -> Token
     return Tokenizer(backend, special_tokens, ends, (before, after))
 
 
-def _strings(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list):
-        raise _contradiction(f"tokenizer.ggml.{name} is missing")
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise _contradiction(f"tokenizer.ggml.{name} is no list of {kind.__name__}")
     return values
 
 
