@@ -149,6 +149,13 @@ def test_good_and_poor_rows_of_a_batch_get_different_widths() -> None:
     assert sum(poor) < 0.2 * 400
 
 
+def test_a_parked_row_beside_a_good_one_is_still_probed() -> None:
+    """The slots of a good neighbour always look better, so that a parked row never gets a chance to show its change."""
+    engine = Engine(moderate, lambda row, step: (0.95, 0.0 if step < 500 else 0.95)[row], num_rows=2).run(1200)
+    assert sum(widths[1] for widths in engine.widths[:500]) < 50
+    assert sum(widths[1] for widths in engine.widths[-200:]) > 5 * 200
+
+
 def test_a_drafting_pass_that_costs_more_than_it_gains_is_left_out() -> None:
     """Verification is cheap, but a slow drafter eats the gain."""
     engine = Engine(cheap, lambda row, step: 0.4)
@@ -277,6 +284,17 @@ def test_only_slots_that_were_reached_are_learnt_from() -> None:
     before = survival.curve(8)
     survival.observe(num_drafted=0, num_accepted=0)
     assert survival.curve(2) == before[:2]
+
+
+def test_a_few_probes_after_a_pause_count_for_much() -> None:
+    """Three good probes against a hundred old rejections change nothing, and the row stays parked for good."""
+    survival = Survival()
+    for _ in range(100):
+        survival.observe(num_drafted=1, num_accepted=0)
+    survival.age()
+    for _ in range(3):
+        survival.observe(num_drafted=1, num_accepted=1)
+    assert survival.rate(0) > 0.55
 
 
 def test_a_new_request_starts_from_what_others_experienced() -> None:
