@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lampejo.errors import UserError
-from lampejo.models.config import Keys, ModelConfig, hf_name, model_config_from_gguf, model_config_from_hf
+from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, hf_name, model_config_from_gguf, model_config_from_hf
 from lampejo.weights.files import damaged, read_json
 from lampejo.weights.gguf import GgufFile
 from lampejo.weights.safetensors import SafetensorsFolder
@@ -63,8 +63,12 @@ class Checkpoint:
     def _describe_gguf(self, file: GgufFile) -> None:
         self.format, self.folder, self.generation_defaults = "gguf", None, {}
         self.metadata = file.metadata
-        factors = file.read("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else None
         shapes = {name: entry.shape for name, entry in file.tensors.items()}
+        factors = None
+        if (shape := shapes.get("rope_freqs.weight")) is not None:
+            if math.prod(shape) > 1024:
+                raise damaged(self.path, f"its rope_freqs.weight has the shape {list(shape)}")
+            factors = file.read("rope_freqs.weight").flatten().tolist()
         self.config = model_config_from_gguf(file.metadata, shapes, factors)
         self._names = {hf_name(name): name for name in file.tensors}
         types = Counter(entry.type.name for entry in file.tensors.values())
@@ -75,8 +79,7 @@ class Checkpoint:
         if self.config.architecture == "qwen2" and isinstance(tokens, list) and "<|endoftext|>" in tokens:
             ends.append(tokens.index("<|endoftext|>"))  # Qwen's generation_config.json has both, GGUF keeps one
         self.eos_ids = self._check_ends(ends)
-        template = file.metadata.get("tokenizer.chat_template")
-        self.chat_template = template if isinstance(template, str) else None
+        self.chat_template = _template(file.metadata.get("tokenizer.chat_template"), self.path)
 
     def _describe_folder(self, folder: SafetensorsFolder, config: Mapping[str, Any]) -> None:
         self.format, self.folder, self.metadata = "safetensors", self.path, {}
@@ -174,17 +177,19 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
                 "Set 'tie_word_embeddings' to false in config.json.",
             )
         del found[head]
-    compare_tensors(str(checkpoint.path), f"architecture {checkpoint.config.architecture}", found, expected)
+    kind = f"architecture {checkpoint.config.architecture}"
+    remedy = f"It is incomplete or another kind of model; supported architectures: {', '.join(MODEL_TYPES)}."
+    compare_tensors(str(checkpoint.path), kind, remedy, found, expected)
 
 
 def compare_tensors(
-    where: str, kind: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+    where: str, kind: str, remedy: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """``UserError`` naming the first differences between ``found`` and ``expected`` names and shapes."""
     for what, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
             listed = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise UserError(f"{where} ({kind}) {what} tensors: {listed}.", "It is incomplete or another kind of model.")
+            raise UserError(f"{where} ({kind}) {what} tensors: {listed}.", remedy)
     for name, shape in expected.items():
         if tuple(found[name]) != tuple(shape):
             raise UserError(
@@ -219,8 +224,13 @@ def _folder_template(folder: Path) -> str | None:
             return file.read_text("utf-8")
         except UnicodeDecodeError:
             raise damaged(file, "it is not UTF-8") from None
-    template = read_json(folder / "tokenizer_config.json", required=False).get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    file = folder / "tokenizer_config.json"
+    return _template(read_json(file, required=False).get("chat_template"), file)
+
+
+def _template(value: object, path: Path) -> str | None:
+    if isinstance(value, list):  # several by name
+        value = next((i.get("template") for i in value if isinstance(i, dict) and i.get("name") == "default"), None)
+    if value is not None and not isinstance(value, str):
+        raise damaged(path, "its chat template is not a text")
+    return value

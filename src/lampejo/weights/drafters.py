@@ -1,6 +1,7 @@
 """Finds and opens drafters: strict about their layout, and about the target that they are for."""
 
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -49,11 +50,16 @@ def same_model(recorded: str, name: str) -> bool:
 
 
 def open_drafter(
-    spec: str | Path, target: ModelConfig, target_name: str, target_layer_ids: tuple[int, ...] | None = None
+    spec: str | Path,
+    target: ModelConfig,
+    target_name: str,
+    target_layer_ids: tuple[int, ...] | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Read a drafter for ``target``; tensors by their names in the file, in its own types.
 
-    ``target_name`` (``Checkpoint.name``; empty if unknown) is held against the one that the drafter records.
+    ``target_name`` (``Checkpoint.name``; empty if unknown) is held against the one that the drafter records, and the
+    target's ``eos_ids`` against its mask token.
     ``UserError`` for every other family, for tensors too many, too few or misshapen, and for another target's drafter.
     """
     folder = locate(spec)
@@ -66,8 +72,14 @@ def open_drafter(
         shapes = {name: weights.entry(name).shape for name in weights.names()}
         _refuse_families(folder, shapes)
         config = drafter_config_from_hf(raw, target_layer_ids)
-        compare_tensors(str(folder), "DFlash drafter", shapes, drafter_shapes(config))
+        if config.mask_token_id in eos_ids:
+            raise UserError(f"{folder}: mask_token_id {config.mask_token_id} ends the target's answers.", _REMEDY)
         _check_fits(config, target, target_name)
+        compare_tensors(str(folder), "DFlash drafter", _REMEDY, shapes, drafter_shapes(config))
+        for name in shapes:
+            dtype = weights.entry(name).dtype
+            if dtype not in (("I32", "I64") if name == "draft_token_ids" else ("BF16", "F16", "F32")):
+                raise UserError(f"{folder}: tensor {name!r} has type {dtype}, which is not supported.", _REMEDY)
         tensors = {name: weights.read(name) for name in shapes}
     finally:
         weights.close()

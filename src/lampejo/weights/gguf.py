@@ -19,9 +19,10 @@ from lampejo.errors import UserError
 from lampejo.weights.files import damaged, open_file, read_bytes
 
 SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-_MAX_METADATA = 512 << 20
+_MAX_METADATA = 256 << 20
 _MAX_STRING = 64 << 20
-_MAX_ITEMS = 1 << 24
+_MAX_ITEMS = 1 << 22
+_MAX_ENTRIES = 1 << 17  # metadata values, tensors
 _MAX_DIMS = 4
 _CHUNK = 1 << 22  # elements dequantised at a time, so that peak memory stays near the result's own size
 _STRING, _ARRAY = 8, 9
@@ -117,7 +118,7 @@ class GgufFile:
             raise UserError(f"{self.path}: GGUF version {version} is not supported{big}.", "Versions 2 and 3 are.")
         num_tensors, num_values = cursor.number("Q", "the counts"), cursor.number("Q", "the counts")
         # The smallest value takes 13 bytes, the smallest tensor entry 33: larger counts than that cannot be true.
-        if num_values * 13 + num_tensors * 33 > cursor.size:
+        if num_values * 13 + num_tensors * 33 > cursor.size or max(num_values, num_tensors) > _MAX_ENTRIES:
             raise damaged(self.path, f"it claims {num_values} metadata values and {num_tensors} tensors")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_values):

@@ -62,7 +62,7 @@ def pull(spec: str | Path, progress: bool = True) -> Path:
     if found is not None:
         return found
     match = _REPO.fullmatch(str(spec))
-    if match is None or str(spec).startswith("."):
+    if match is None:
         raise unknown_model(spec)
     return hub.fetch(match["repo"], match["revision"], match["file"], progress)
 
@@ -80,22 +80,29 @@ def model_name(spec: str | Path, path: Path) -> str:
     """The model's name as people know it; used to recognise drafters that were made for it."""
     if isinstance(spec, str) and spec in ALIASES:
         return ALIASES[spec].model
-    if not Path(spec).expanduser().exists() and (match := _REPO.fullmatch(str(spec))):
+    if _local(spec) is None and (match := _REPO.fullmatch(str(spec))):
         return match["file"].rpartition("/")[2].removesuffix(".gguf") if match["file"] else match["repo"]
     return path.resolve().name if path.is_dir() else _QUANTIZATION.sub("", path.stem)
 
 
 def _local(spec: str | Path) -> Path | None:
-    path = Path(spec).expanduser()
+    try:
+        path = Path(spec).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError):  # no such home folder, a name too long, a NUL
+        raise unknown_model(spec) from None
+    if not str(spec).strip():
+        raise unknown_model(spec)
     if path.is_dir():
         return path
     if path.is_file():
         if path.suffix == ".safetensors":
             raise UserError(f"{path} is one file of a model.", f"Give its folder: {path.parent}.")
         return path
-    if path.exists():
+    if exists:
         raise UserError(f"{path} is neither a file nor a folder.", "Give a model folder or a .gguf file.")
-    if path.is_absolute() or str(spec).startswith((".", "~")):
+    text = str(spec)
+    if path.is_absolute() or text.startswith((".", "~")) or (text.endswith(".gguf") and ":" not in text):
         raise UserError(f"{path} does not exist.", "Check the path.")
     return None
 
