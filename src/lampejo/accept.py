@@ -1,0 +1,88 @@
+"""Acceptance: the target's own choices, and how many drafts equal them. No cache, no model.
+
+A draft is accepted while it equals the token that the target chooses at that position; the first that differs is
+replaced by the target's choice, and after a wholly accepted block the target adds one of its own. So every committed token
+is the target's choice, and the output cannot depend on the drafts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lampejo.sampling import History, SamplingParams, choose, process_logits
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities (natural, of the target's unprocessed logits) of a token and its likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """What acceptance needs to know of one row. ``position`` is that of the first token to be chosen."""
+
+    drafts: Sequence[int]
+    position: int
+    params: SamplingParams
+    seed: int
+    history: History
+    hidden_ids: Sequence[Sequence[int]]  # per position: ids that must not be chosen there (EOS below min_tokens)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``ids``: the accepted drafts and one token of the target's own (the bonus token); ``logprobs`` one each or none."""
+
+    ids: list[int]
+    num_accepted: int
+    logprobs: list[TokenLogprobs]
+
+
+def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
+    """logits [sum(len(drafts) + 1 for each row), V], rows one after another -> a verdict per row."""
+    if all(_is_plain_greedy(row) for row in rows):
+        chosen = logits.argmax(-1).tolist()  # one operation for the whole batch
+    else:
+        chosen, start = [], 0
+        for row in rows:
+            n = len(row.drafts) + 1
+            scores = process_logits(logits[start : start + n], row.params, row.history, row.drafts, row.hidden_ids)
+            positions = range(row.position, row.position + n)
+            chosen += choose(scores, row.params, row.seed, positions).tolist()
+            start += n
+    verdicts, start = [], 0
+    for row in rows:
+        n = len(row.drafts) + 1
+        own = chosen[start : start + n]
+        num_accepted = 0
+        while num_accepted < len(row.drafts) and row.drafts[num_accepted] == own[num_accepted]:
+            num_accepted += 1
+        ids = own[: num_accepted + 1]
+        logprobs = []
+        if row.params.logprobs is not None:
+            logprobs = token_logprobs(logits[start : start + len(ids)], ids, row.params.logprobs)
+        verdicts.append(Verdict(ids, num_accepted, logprobs))
+        start += n
+    assert start == len(logits), (start, len(logits))
+    return verdicts
+
+
+def _is_plain_greedy(row: VerifyRow) -> bool:
+    params = row.params
+    return params.temperature == 0 and not (params.has_penalties or params.logit_bias or any(row.hidden_ids))
+
+
+def token_logprobs(logits: torch.Tensor, ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """logits [N, V], the chosen ids [N] -> one entry each, with the ``num_top`` likeliest tokens."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    top = logprobs.topk(num_top, dim=-1) if num_top else None
+    entries = []
+    for i, token_id in enumerate(ids):
+        best = () if top is None else tuple(zip(top.indices[i].tolist(), top.values[i].tolist(), strict=True))
+        entries.append(TokenLogprobs(token_id, logprobs[i, token_id].item(), best))
+    return entries

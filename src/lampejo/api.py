@@ -1,0 +1,268 @@
+"""The Python interface: ``lampejo.load(...)`` gives an ``LLM`` with ``generate`` and ``stream``, and async variants."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lampejo.accept import TokenLogprobs
+from lampejo.chat import render_chat
+from lampejo.config import EngineConfig
+from lampejo.engine import Engine
+from lampejo.errors import UserError
+from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
+from lampejo.loader import Loaded, load_model
+from lampejo.request import Request, StopParams, TokenDelta
+from lampejo.sampling import SamplingParams
+from lampejo.text import TextStream
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages
+
+_SAMPLING_NAMES = tuple(f.name for f in fields(SamplingParams))
+_STOP_NAMES = tuple(f.name for f in fields(StopParams))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. ``ids``, ``logprobs`` (if asked for) and ``origins`` have one entry per token.
+
+    ``origins`` tells who proposed a token: "target", "dflash" or "ngram". ``timings`` in seconds since submission;
+    ``speculation`` is the statistics object of case V2.
+    """
+
+    text: str
+    ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    logprobs: list[TokenLogprobs]
+    origins: list[str]
+    timings: dict[str, float]
+    speculation: dict[str, Any]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts in OpenAI's shape."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": len(self.ids),
+            "total_tokens": self.num_prompt_tokens + len(self.ids),
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to an answer. The last one has ``finish_reason`` and the whole ``completion``."""
+
+    text: str
+    ids: list[int]
+    origins: list[str]
+    finish_reason: str | None = None
+    completion: Completion | None = None
+
+
+@dataclass
+class _Progress:
+    """Folds a request's deltas into chunks, and at the end into its completion."""
+
+    request: Request
+    texts: list[str] = field(default_factory=list)
+    first_token_at: float | None = None
+
+    def chunk(self, delta: TokenDelta) -> Chunk:
+        request, now = self.request, time.perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.texts.append(delta.text)
+        if not delta.finish_reason:
+            return Chunk(delta.text, delta.ids, delta.origins)
+        decode_s = now - self.first_token_at
+        timings = {
+            "first_token_s": self.first_token_at - request.submitted_at,
+            "total_s": now - request.submitted_at,
+            # Of decoding alone; an answer that came in one step has no decoding time to divide by.
+            "tok_per_s": (request.num_output - 1) / decode_s if request.num_output > 1 and decode_s > 0 else 0.0,
+        }
+        completion = Completion(
+            text="".join(self.texts),
+            ids=request.output_ids,
+            finish_reason=delta.finish_reason,
+            num_prompt_tokens=request.num_prompt,
+            num_cached_tokens=request.num_cached or 0,
+            logprobs=request.logprobs,
+            origins=request.origins,
+            timings=timings,
+            speculation=request.stats.as_dict(),
+        )
+        return Chunk(delta.text, delta.ids, delta.origins, delta.finish_reason, completion)
+
+
+class LLM:
+    """A loaded model with its engine. A context manager; ``close`` ends its thread.
+
+    A prompt is text, taken as it is, or a list of ``{"role", "content"}`` messages, which goes through the model's chat
+    template. Keyword arguments are the fields of ``SamplingParams`` and ``StopParams``, and
+    ``chat_template_kwargs``; what is not given comes from the model's ``generation_config.json``.
+    """
+
+    def __init__(self, loaded: Loaded, config: EngineConfig) -> None:
+        self.tokenizer = loaded.tokenizer
+        self.chat_template = loaded.chat_template
+        self.generation_defaults = loaded.generation_defaults
+        self.info = loaded.info
+        self.load_s = loaded.load_s
+        self.max_context = config.max_context or 0
+        self.engine = Engine(loaded.runner, loaded.speculator, config, loaded.eos_ids)
+        self._vocab_size = loaded.runner.target.config.vocab_size
+        self._ids = itertools.count()
+        self._frontend = Frontend(self.engine)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts what runs and ends the engine's thread."""
+        self._frontend.close()
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], **params: Any) -> Any:
+        """The answer as a ``Completion``; for a list of prompts a list of them, decoded together."""
+        prompts, single = _as_prompts(prompt)
+        requests = [self.make_request(p, **params) for p in prompts]
+        outboxes = [SyncOutbox() for _ in requests]
+        try:
+            for request, outbox in zip(requests, outboxes, strict=True):
+                self._frontend.submit(request, outbox)
+            done = [_fold(self._chunks(r, outbox)) for r, outbox in zip(requests, outboxes, strict=True)]
+        except BaseException:
+            for request in requests:
+                self._frontend.abort(request)
+            raise
+        return done[0] if single else done
+
+    def stream(self, prompt: Prompt, **params: Any) -> Iterator[Chunk]:
+        """The answer in pieces, as steps commit them. Closing the iterator aborts the request."""
+        request, outbox = self.make_request(prompt, **params), SyncOutbox()
+        self._frontend.submit(request, outbox)
+        return self._chunks(request, outbox)
+
+    async def agenerate(self, prompt: Prompt | Sequence[Prompt], **params: Any) -> Any:
+        """``generate`` for a running event loop."""
+        prompts, single = _as_prompts(prompt)
+        requests = [self.make_request(p, **params) for p in prompts]
+        done = await asyncio.gather(*(self._agenerate(request) for request in requests))
+        return done[0] if single else list(done)
+
+    async def astream(self, prompt: Prompt, **params: Any) -> AsyncIterator[Chunk]:
+        """``stream`` for a running event loop. Cancellation aborts the request."""
+        async for chunk in self._achunks(self.make_request(prompt, **params)):
+            yield chunk
+
+    def make_request(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None, **params: Any) -> Request:
+        """Checks everything about a request before any work; ``UserError`` names what is wrong."""
+        unknown = [name for name in params if name not in _SAMPLING_NAMES + _STOP_NAMES]
+        if unknown:
+            known = ", ".join(_SAMPLING_NAMES + _STOP_NAMES)
+            raise UserError(f"Unknown parameter {unknown[0]!r}.", f"Known: {known}.")
+        given = {name: value for name, value in params.items() if value is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        for name in ("stop", "stop_token_ids"):
+            if name in given:
+                given[name] = tuple(given[name])
+        sampling_given = self.generation_defaults | {k: v for k, v in given.items() if k in _SAMPLING_NAMES}
+        sampling = SamplingParams(**sampling_given)
+        stops = StopParams(**{k: v for k, v in given.items() if k in _STOP_NAMES})
+        for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", stops.stop_token_ids)):
+            outside = [i for i in ids if i >= self._vocab_size]
+            if outside:
+                raise UserError(f"{name} has token id {outside[0]}; this model has ids below {self._vocab_size}.")
+        prompt_ids = self.encode(prompt, **(chat_template_kwargs or {}))
+        if not prompt_ids:
+            raise UserError("The prompt is empty.", "Give at least one word.")
+        if len(prompt_ids) >= self.max_context:
+            raise UserError(
+                f"The prompt has {len(prompt_ids)} tokens; the context of {self.max_context} leaves no room for an answer.",
+                "Shorten the prompt, or load the model with a larger context.",
+            )
+        continued = prompt_ids if isinstance(prompt, str) else ()
+        text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
+        return Request(next(self._ids), prompt_ids, sampling, stops, text)
+
+    def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
+        """Prompt ids of text (as it is) or messages (through the chat template)."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt) if prompt else []
+        text = render_chat(self.chat_template, prompt, self.tokenizer, **template_kwargs)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _chunks(self, request: Request, outbox: SyncOutbox) -> Iterator[Chunk]:
+        progress = _Progress(request)
+        try:
+            for delta in outbox:
+                yield progress.chunk(delta)
+        finally:
+            self._frontend.abort(request)
+
+    async def _achunks(self, request: Request) -> AsyncIterator[Chunk]:
+        outbox, progress = AsyncOutbox(asyncio.get_running_loop()), _Progress(request)
+        self._frontend.submit(request, outbox)
+        try:
+            while True:
+                chunk = progress.chunk(await outbox.get())
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            self._frontend.abort(request)
+
+    async def _agenerate(self, request: Request) -> Completion:
+        last = None
+        async for chunk in self._achunks(request):
+            last = chunk.completion
+        assert last is not None
+        return last
+
+
+def load(
+    model: str = "smollm2",
+    drafter: str = "auto",
+    *,
+    config: EngineConfig | None = None,
+    threads: int | None = None,
+    target_layer_ids: tuple[int, ...] | None = None,
+) -> LLM:
+    """Loads a model and starts its engine.
+
+    model: an alias, a hub repository id, a folder of safetensors or a GGUF file. drafter: "auto" (n-gram where the text
+    repeats itself, else the DFlash drafter that belongs to the model, if there is one), "ngram", "dflash", "none", or
+    the folder or repository of a DFlash drafter. threads: of the CPU operations, None keeps torch's choice.
+    """
+    config = config or EngineConfig()
+    loaded, config = load_model(model, drafter, config, threads, target_layer_ids)
+    return LLM(loaded, config)
+
+
+def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """A list of prompts, and whether one alone was given. Messages are a list of mappings, prompts a list of others."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise UserError("There is no prompt.", "Give text, a list of messages, or a list of such prompts.")
+    if isinstance(prompt[0], Mapping):
+        return [prompt], True  # type: ignore[list-item]
+    return list(prompt), False  # type: ignore[arg-type]
+
+
+def _fold(chunks: Iterator[Chunk]) -> Completion:
+    last = None
+    for chunk in chunks:
+        last = chunk.completion
+    assert last is not None
+    return last

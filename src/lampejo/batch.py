@@ -1,0 +1,66 @@
+"""A plan and its drafts as flat tensors. Built anew for each step; what lives longer is in ``request``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lampejo.accept import VerifyRow
+from lampejo.ops import Segment
+from lampejo.request import hidden_ids
+from lampejo.scheduler import ScheduledRow
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of a step, one segment per row, one after another. T tokens, L of them with logits."""
+
+    rows: Sequence[ScheduledRow]
+    drafts: Sequence[Sequence[int]]
+    segments: list[Segment]
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T], page * page_size + offset
+    logit_index: torch.Tensor  # [L], tokens after which a token is chosen
+    verify_rows: list[VerifyRow]  # the rows that have logits, in order
+
+
+def make_batch(
+    rows: Sequence[ScheduledRow],
+    drafts: Sequence[Sequence[int]],
+    page_size: int,
+    eos_ids: Sequence[int],
+    device: torch.device,
+) -> Batch:
+    """``drafts[i]`` has at most ``rows[i].width`` ids."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_index: list[int] = []
+    segments, verify_rows = [], []
+    for row, draft in zip(rows, drafts, strict=True):
+        request, first = row.request, row.request.num_computed
+        tokens = request.ids[first : first + row.num_known] + list(draft)
+        segments.append(Segment(len(ids), len(tokens), first, request.pages))
+        span = range(first, first + len(tokens))
+        if row.wants_logits:
+            end = len(ids) + len(tokens)
+            logit_index += range(end - len(draft) - 1, end)
+            verify_rows.append(
+                VerifyRow(
+                    drafts=draft,
+                    position=first + row.num_known,
+                    params=request.sampling,
+                    seed=request.seed,
+                    history=request.history,
+                    hidden_ids=hidden_ids(request, len(draft) + 1, eos_ids),
+                )
+            )
+        ids += tokens
+        positions += span
+        slots += [request.pages[p // page_size] * page_size + p % page_size for p in span]
+
+    def flat(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    return Batch(rows, drafts, segments, flat(ids), flat(positions), flat(slots), flat(logit_index), verify_rows)

@@ -1,0 +1,43 @@
+"""Frozen configuration of the parts. The CLI turns its flags into one of these; resolving returns a new object."""
+
+from dataclasses import dataclass, replace
+
+from lampejo.errors import UserError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine runs. ``None`` means "decide at load" and is filled by ``resolve``.
+
+    max_context: tokens of prompt and answer together; max_rows: requests decoded at once; token_budget: most tokens
+    of one step, which bounds a prefill chunk; num_pages pages of page_size tokens hold all keys and values; width: a
+    fixed number of drafted tokens per step, None lets the controller choose.
+    """
+
+    max_context: int | None = None
+    max_rows: int = 16
+    token_budget: int = 512
+    page_size: int = 32
+    num_pages: int | None = None
+    width: int | None = None
+
+    def resolve(self, model_context: int) -> "EngineConfig":
+        """Fills what is open from the model's own context limit, and refuses what cannot work."""
+        max_context = model_context if self.max_context is None else self.max_context
+        if not 2 <= max_context <= model_context:
+            raise UserError(
+                f"A context of {max_context} tokens does not fit this model.", f"Choose 2 to {model_context}."
+            )
+        if self.width is not None and self.width < 0:
+            raise UserError(f"width is {self.width}; it must be 0 (no drafts) or more.")
+        if self.max_rows < 1 or self.token_budget < self.max_rows:
+            raise UserError("max_rows must be at least 1, and token_budget at least max_rows.")
+        full_request = -(-max_context // self.page_size)
+        # One request of full length always fits, and beside it as much again for others and for cached prefixes.
+        num_pages = self.num_pages if self.num_pages is not None else 2 * full_request
+        if num_pages < full_request:
+            raise UserError(
+                f"{num_pages} pages of {self.page_size} tokens hold less than one request of {max_context} tokens.",
+                f"Give at least {full_request} pages or a smaller context.",
+            )
+        return replace(self, max_context=max_context, num_pages=num_pages)

@@ -1,0 +1,76 @@
+"""The one decode loop. Plain decoding is width 0, prefill is the verification of known tokens: there is no second path."""
+
+import time
+from collections.abc import Sequence
+
+from lampejo.accept import Verdict, accept
+from lampejo.batch import Batch, make_batch
+from lampejo.config import EngineConfig
+from lampejo.pages import PagePool
+from lampejo.request import Request, TokenDelta, advance
+from lampejo.runner import Runner
+from lampejo.scheduler import Scheduler
+from lampejo.speculate import Speculator
+
+
+class Engine:
+    """Ids in, ids out. Not thread-safe: one thread owns it (``frontend``)."""
+
+    def __init__(self, runner: Runner, speculator: Speculator, config: EngineConfig, eos_ids: Sequence[int]) -> None:
+        assert config.max_context is not None and config.num_pages is not None, "config.resolve() comes first"
+        self.runner = runner
+        self.speculator = speculator
+        self.max_context = config.max_context
+        self.page_size = config.page_size
+        self.eos_ids = tuple(eos_ids)
+        self.pool = PagePool(config.num_pages, config.page_size)
+        self.scheduler = Scheduler(self.pool, config.max_rows, config.token_budget, config.max_context)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request at once; its pages are free again. Unknown or finished requests are ignored."""
+        if request.finish_reason is None:
+            request.finish_reason = "abort"
+            self._forget(request)
+
+    def step(self) -> list[TokenDelta]:
+        """One step for every scheduled row; returns what was committed."""
+        plan = self.scheduler.schedule(self.speculator.widths)
+        drafts = self.speculator.draft(plan)
+        batch = make_batch(plan, drafts, self.page_size, self.eos_ids, self.runner.device)
+        started = time.perf_counter()
+        out = self.runner.verify(batch)
+        verdicts = accept(out.logits, batch.verify_rows)
+        verify_seconds = time.perf_counter() - started
+        deltas, num_committed = self._advance(batch, verdicts)
+        self.speculator.observe(batch, out.taps, verdicts, num_committed, verify_seconds)
+        for delta in deltas:
+            if delta.finish_reason:
+                self._forget(delta.request)
+        return deltas
+
+    def _advance(self, batch: Batch, verdicts: list[Verdict]) -> tuple[list[TokenDelta], list[int]]:
+        """Commits every row's part. Returns the deltas, and per row how many tokens of its segment are committed."""
+        deltas, num_committed = [], []
+        remaining = iter(verdicts)
+        for row, draft in zip(batch.rows, batch.drafts, strict=True):
+            request, before = row.request, row.request.num_computed
+            if row.wants_logits:
+                name = self.speculator.drafter_of(request)
+                verdict = next(remaining)
+                deltas.append(advance(request, verdict, name, len(draft), self.eos_ids, self.max_context))
+            else:
+                request.num_computed += row.num_known
+            num_committed.append(request.num_computed - before)
+            self.scheduler.committed(request)
+        return deltas, num_committed
+
+    def _forget(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.speculator.forget(request)

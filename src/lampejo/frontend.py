@@ -1,0 +1,152 @@
+"""The engine's thread: requests go in through one inbox, deltas come out through each request's own outbox."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from lampejo.engine import Engine
+from lampejo.request import Request, TokenDelta
+
+Item = TokenDelta | BaseException
+
+
+class SyncOutbox:
+    """Deltas of one request for a thread that waits for them."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+
+    def put(self, item: Item) -> None:
+        self._queue.put(item)
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        """Until the request ends; raises what ended the engine."""
+        while True:
+            item = self._queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if item.finish_reason:
+                return
+
+
+class AsyncOutbox:
+    """Deltas of one request for a coroutine of ``loop``. ``put`` is called in the loop's own thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+
+    def put(self, item: Item) -> None:
+        self._queue.put_nowait(item)
+
+    async def get(self) -> TokenDelta:
+        """The next delta; raises what ended the engine."""
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+Outbox = SyncOutbox | AsyncOutbox
+
+
+class Frontend:
+    """Owns the engine and the one thread that touches it. ``submit``, ``abort`` and ``close`` may be called anywhere."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outboxes: dict[int, Outbox] = {}
+        self._lock = threading.Lock()  # between submit and the end of the thread, so that no request is left behind
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lampejo-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, outbox: Outbox) -> None:
+        """Queues a request. After a fatal error every submission fails at once with it."""
+        with self._lock:
+            if self.error is not None:
+                raise RuntimeError("The engine has failed; load the model again.") from self.error
+            if self._closed:
+                raise RuntimeError("The engine is closed.")
+            self._inbox.put(lambda: self._add(request, outbox))
+
+    def abort(self, request: Request) -> None:
+        """Ends a request; its outbox gets no more deltas. Harmless when it is over already."""
+        self._inbox.put(lambda: self._abort(request))
+
+    def close(self) -> None:
+        """Aborts what runs and ends the thread."""
+        with self._lock:
+            self._closed = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _add(self, request: Request, outbox: Outbox) -> None:
+        self._outboxes[request.id] = outbox
+        self.engine.add(request)
+
+    def _abort(self, request: Request) -> None:
+        if self._outboxes.pop(request.id, None) is not None:
+            self.engine.abort(request)
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                if self.engine.has_work:
+                    self._deliver(self.engine.step())
+            error: BaseException = RuntimeError("The engine is closed.")
+        except BaseException as e:  # whatever it is, nobody may be left waiting
+            error = e
+        with self._lock:
+            if not self._closed:
+                self.error = error
+            self._closed = True
+        self._drain()
+        self._put([(outbox, error) for outbox in self._outboxes.values()])
+        self._outboxes.clear()
+
+    def _take_inbox(self) -> bool:
+        """Does what was asked since the last step; waits if there is nothing to do. False at the end."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _drain(self) -> None:
+        """Registers late submissions, so that they hear of the end too."""
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if command is not None:
+                command()
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        self._put([(self._outboxes[d.request.id], d) for d in deltas])
+        for delta in deltas:
+            if delta.finish_reason:
+                del self._outboxes[delta.request.id]
+
+    def _put(self, items: list[tuple[Outbox, Item]]) -> None:
+        """One call per event loop and step, however many requests it serves."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Outbox, Item]]] = {}
+        for outbox, item in items:
+            if isinstance(outbox, AsyncOutbox):
+                by_loop.setdefault(outbox.loop, []).append((outbox, item))
+            else:
+                outbox.put(item)
+        for loop, batch in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_put_all, batch)
+
+
+def _put_all(items: list[tuple[Outbox, Item]]) -> None:
+    for outbox, item in items:
+        outbox.put(item)

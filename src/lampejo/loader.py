@@ -1,0 +1,140 @@
+"""From names to a ready runner: checkpoint, weights, tokenizer, drafter."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lampejo.config import EngineConfig
+from lampejo.errors import UserError
+from lampejo.models.config import DrafterConfig
+from lampejo.models.dflash import DFlash
+from lampejo.models.llama import Llama
+from lampejo.runner import Runner
+from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
+from lampejo.tokenizer import Tokenizer, load_tokenizer
+from lampejo.weights.checkpoint import Checkpoint, check_tensors, open_checkpoint
+from lampejo.weights.drafters import find_drafter, open_drafter
+from lampejo.width import WidthController
+
+# A match this long is trusted in "auto", where a better drafter stands ready; alone, the n-gram drafter tries earlier.
+TRUSTED_MATCH, SHORTEST_MATCH = 5, 2
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything that an ``LLM`` is made of. ``info`` tells people the effective mode."""
+
+    runner: Runner
+    speculator: Speculator
+    tokenizer: Tokenizer
+    chat_template: str | None
+    generation_defaults: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    info: dict[str, Any]
+    load_s: float
+
+
+def load_model(
+    model: str,
+    drafter: str,
+    config: EngineConfig,
+    threads: int | None,
+    target_layer_ids: tuple[int, ...] | None,
+) -> tuple[Loaded, EngineConfig]:
+    """Loads all parts; nothing stays behind when one of them fails."""
+    started = time.perf_counter()
+    if threads is not None:
+        if threads < 1:
+            raise UserError(f"threads is {threads}; it must be 1 or more.")
+        torch.set_num_threads(threads)
+    with open_checkpoint(model) as checkpoint:
+        config = config.resolve(checkpoint.config.max_context)
+        assert config.max_context is not None and config.num_pages is not None
+        tokenizer = load_tokenizer(checkpoint)
+        drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids)
+        target = load_target(checkpoint)
+        runner = Runner(target, dflash, config.num_pages, config.page_size)
+        speculator = _speculator(drafter, runner, config)
+        info = {
+            "model": checkpoint.name,
+            "architecture": checkpoint.config.architecture,
+            "quantization": checkpoint.quantization,
+            "device": str(runner.device),
+            "dtype": str(target.model.norm.weight.dtype).removeprefix("torch."),
+            "drafter": drafter_name,
+            "drafters": [d.name for d in speculator.drafters],
+            "width": "auto" if config.width is None else config.width,
+            "max_context": config.max_context,
+            "kv_bytes_per_token": runner.bytes_per_token,
+        }
+        loaded = Loaded(
+            runner=runner,
+            speculator=speculator,
+            tokenizer=tokenizer,
+            chat_template=checkpoint.chat_template or tokenizer.chat_template,
+            generation_defaults=checkpoint.generation_defaults,
+            eos_ids=checkpoint.eos_ids or tokenizer.eos_ids,
+            info=info,
+            load_s=time.perf_counter() - started,
+        )
+    return loaded, config
+
+
+def load_target(checkpoint: Checkpoint) -> Llama:
+    """The target with its weights in fp32."""
+    with torch.device("meta"):
+        target = Llama(checkpoint.config)
+    expected = {name: tuple(p.shape) for name, p in target.named_parameters()}
+    check_tensors(checkpoint, expected)
+    _assign(target, {name: checkpoint.read(name) for name in expected})
+    if checkpoint.config.tie_word_embeddings:
+        target.lm_head.weight = target.model.embed_tokens.weight
+    return target
+
+
+def build_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> DFlash:
+    """A DFlash drafter from checked tensors, in fp32."""
+    with torch.device("meta"):
+        drafter = DFlash(config)
+    _assign(drafter, {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
+    return drafter
+
+
+def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    module.load_state_dict(tensors, strict=False, assign=True)
+    module.requires_grad_(False)
+    left = [name for name, p in module.named_parameters() if p.is_meta]
+    assert not left or left == ["lm_head.weight"], left
+
+
+def _load_drafter(
+    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None
+) -> tuple[str, DFlash | None]:
+    """The DFlash drafter that ``--drafter`` asks for, and its name for people."""
+    if drafter in ("none", "ngram"):
+        return drafter, None
+    place: str | Path | None = drafter
+    if drafter in ("auto", "dflash"):
+        place = find_drafter(checkpoint)
+        if place is None and drafter == "dflash":
+            raise UserError(
+                f"No DFlash drafter is known for {checkpoint.name}.",
+                "Give the folder or hub repository of one, or use --drafter ngram, auto or none.",
+            )
+        if place is None:
+            return "ngram (no DFlash drafter is known for this model)", None
+    config, tensors = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids)
+    return Path(str(place)).name, build_drafter(config, tensors)
+
+
+def _speculator(drafter: str, runner: Runner, config: EngineConfig) -> Speculator:
+    drafters: list[Drafter] = []
+    if drafter in ("auto", "ngram"):
+        drafters.append(NgramDrafter(TRUSTED_MATCH if runner.drafter else SHORTEST_MATCH))
+    if runner.drafter:
+        drafters.append(DFlashDrafter(runner))
+    return Speculator(drafters, WidthController(NGRAM_MAX_WIDTH, config.width))

@@ -1,0 +1,100 @@
+"""DFlash v1 drafter (arXiv 2602.06036): one forward, used by serving and training; attention is handed in.
+
+    ctx = hidden_norm(fc(taps))              once per committed token, shared by all drafter layers
+    x   = embed([anchor, MASK, ..., MASK])   the target's own embedding
+    layers: keys and values from [ctx ; block] with the same projections
+    logits = head(norm(x))[1:]               the target's own head; row i predicts the token at row i
+
+Two optional extensions of ours: a draft vocabulary (logits over ``draft_token_ids`` only) and a Markov head (a low-rank
+bias from the token before the slot, so that drafting goes through the slots in order).
+
+Shape legend: T tokens, R rows, B block length, H hidden, Q query heads, G key/value heads, D head size, V draft ids.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lampejo import ops
+from lampejo.models.config import DrafterConfig
+from lampejo.models.layers import MLP, Attend, Linear, RMSNorm, Rope, Rotation
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def key_value(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H] -> k, v [T, G, D]; block rows and context go through the same projections."""
+        k = self.k_norm(self.k_proj(x).view(len(x), -1, self.head_dim))
+        return ops.rope(k, *rotation), self.v_proj(x).view(len(x), -1, self.head_dim)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
+        q = ops.rope(self.q_norm(self.q_proj(x).view(len(x), -1, self.head_dim)), *rotation)
+        k, v = self.key_value(x, rotation)
+        return self.o_proj(attend(layer, q, k, v).reshape(len(x), -1))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, layer, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MarkovHead(nn.Module):
+    """Low-rank bias on a slot's logits from the draft id of the token before it; the last row is "any other token"."""
+
+    def __init__(self, num_draft_ids: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor = nn.Embedding(num_draft_ids + 1, rank)
+        self.successor = Linear(rank, num_draft_ids)
+
+    def forward(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """draft_ids [R] -> [R, V]."""
+        return self.successor(F.embedding(draft_ids, self.predecessor.weight))
+
+
+class DFlash(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        num_taps = len(config.target_layer_ids)
+        self.fc = Linear(num_taps * config.hidden_size, config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Rope(config.rope, config.head_dim)
+        num_draft_ids = config.draft_vocab_size or config.vocab_size
+        self.markov_head = MarkovHead(num_draft_ids, config.markov_rank) if config.markov_rank else None
+        if config.draft_vocab_size:
+            self.register_buffer("draft_token_ids", torch.empty(config.draft_vocab_size, dtype=torch.int32))
+
+    def context(self, taps: torch.Tensor) -> torch.Tensor:
+        """taps [T, num_taps * H] -> ctx [T, H], the part that all layers share."""
+        return self.hidden_norm(self.fc(taps))
+
+    def context_key_values(self, ctx: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """ctx [T, H] at its true positions [T] -> per layer k, v [T, G, D]."""
+        rotation = self.rope(positions)
+        return [layer.self_attn.key_value(ctx, rotation) for layer in self.layers]
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Embedded blocks, flat. x [R * B, H], positions [R * B] -> normed hidden states [R * B, H]."""
+        rotation = self.rope(positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation, i, attend)
+        return self.norm(x)

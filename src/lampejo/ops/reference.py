@@ -1,0 +1,163 @@
+"""The definition of correct: every operation in plain torch, on any device, differentiable.
+
+Shape legend: T tokens of a step (flat over rows), R rows, B block length, H hidden, N outputs, K inputs, Q query heads,
+G key/value heads, D head size, P pages, S page size.
+
+**Row invariance** (design principle 3): on a CPU in fp32 a token's result is bit-identical whether it is computed alone
+or beside others. BLAS libraries choose their kernel, and so their order of summation, by the number of rows when there
+are few; so no matrix product here has fewer than ``ROW_TILE`` rows, and attention walks the keys in chunks of fixed size
+at fixed positions, where a chunk that a row may not see changes nothing, not even a last bit. ``tests/ops`` checks it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+ROW_TILE = 8
+KEY_CHUNK = 128  # keys per attention chunk; a multiple of every page size in use
+QUERY_TILE = 128  # tokens whose scores are held at once
+HIDDEN_SCORE = -1e30  # finite, so that a difference of two hidden scores is no NaN; its exponential is an exact 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens of one row in a flat batch.
+
+    ``start`` is the first index in the batch, ``length`` the number of tokens, ``position`` the absolute position of the
+    first of them, ``pages`` the row's page table; keys are visible up to and including a token's own position.
+    """
+
+    start: int
+    length: int
+    position: int
+    pages: Sequence[int]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias``. x [T, K], weight [N, K] -> [T, N]."""
+    num_rows = x.shape[0]
+    if num_rows == 0 or num_rows % ROW_TILE == 0 or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, -num_rows % ROW_TILE)), weight, bias)[:num_rows]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, in fp32, times ``weight`` (arXiv 1910.07467)."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, the gated half of the MLP (arXiv 2002.05202).
+
+    Not ``F.silu``: the ends of its loops go through other code than the middle, and so round otherwise.
+    """
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates halves of each head (arXiv 2104.09864). x [T, heads, D], cos and sin [T, D/2] -> [T, heads, D]."""
+    first, second = x.chunk(2, dim=-1)
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+
+
+def write_pages(cache: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Stores one entry per token. cache [P, S, G, D], values [T, G, D], slots [T] = page * S + offset."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, values.to(cache.dtype))
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, segments: Sequence[Segment]
+) -> torch.Tensor:
+    """Causal attention of each segment over its own pages, its own tokens included (already written).
+
+    q [T, Q, D], caches [P, S, G, D] -> [T, Q, D]. What a page holds past a segment's last token never matters,
+    not even NaN.
+    """
+    out = torch.empty_like(q)
+    for segment in segments:
+        num_keys = segment.position + segment.length
+        keys, values = _key_chunks(k_cache, segment.pages, num_keys), _key_chunks(v_cache, segment.pages, num_keys)
+        for first in range(0, segment.length, QUERY_TILE):  # bounds the memory that the scores take
+            length = min(QUERY_TILE, segment.length - first)
+            start = segment.start + first
+            out[start : start + length] = _attend(q[start : start + length], keys, values, segment.position + first)
+    return out
+
+
+def _key_chunks(cache: torch.Tensor, pages: Sequence[int], num_keys: int) -> torch.Tensor:
+    """The first ``num_keys`` positions of a row, as chunks of fixed size, zero past the end: [chunks, G, KEY_CHUNK, D]."""
+    page_size, num_kv, head_dim = cache.shape[1:]
+    num_chunks = -(-num_keys // KEY_CHUNK)
+    needed = list(pages[: -(-num_keys // page_size)])
+    needed += [needed[0]] * (num_chunks * (KEY_CHUNK // page_size) - len(needed))  # any page: zeroed below
+    flat = cache[torch.tensor(needed, device=cache.device)].view(num_chunks * KEY_CHUNK, num_kv, head_dim)
+    flat[num_keys:] = 0  # slots past the end may hold anything, and 0 * NaN is NaN
+    return flat.view(num_chunks, KEY_CHUNK, num_kv, head_dim).transpose(1, 2).float().contiguous()
+
+
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int) -> torch.Tensor:
+    """q [n, Q, D] at ``position`` and on, keys and values [chunks, G, KEY_CHUNK, D] -> [n, Q, D].
+
+    Row-invariant: the maximum is exact whatever the order, each chunk is a matrix product of fixed shape, and the
+    chunks are added up one after another (``cumsum``), where those that are hidden add exact zeros.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_chunks, num_kv = keys.shape[:2]
+    group = num_heads // num_kv
+    padded = num_tokens + (-num_tokens % ROW_TILE)
+    # [n, Q, D] -> [G, padded * group, D]: the rows of one matrix product are all queries of one key/value head
+    rows = F.pad(q.float() * head_dim**-0.5, (0, 0, 0, 0, 0, padded - num_tokens))
+    rows = rows.view(padded, num_kv, group, head_dim).transpose(0, 1).reshape(num_kv, padded * group, head_dim)
+    rows = rows.expand(num_chunks, -1, -1, -1)
+    query_position = position + torch.arange(padded, device=q.device).repeat_interleave(group)
+    key_position = torch.arange(num_chunks * KEY_CHUNK, device=q.device).view(num_chunks, 1, 1, KEY_CHUNK)
+
+    scores = torch.matmul(rows, keys.transpose(-1, -2))  # [chunks, G, padded * group, KEY_CHUNK]
+    scores = scores.masked_fill(key_position > query_position[:, None], HIDDEN_SCORE)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True).amax(0))
+    total = weights.sum(-1, keepdim=True).cumsum(0)[-1]
+    out = torch.matmul(weights, values).cumsum(0)[-1] / total  # [G, padded * group, D]
+    out = out.view(num_kv, padded, group, head_dim).transpose(0, 1)
+    return out.reshape(padded, num_heads, head_dim)[:num_tokens].to(q.dtype)
+
+
+def block_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context_k: Sequence[torch.Tensor],
+    context_v: Sequence[torch.Tensor],
+    causal: bool = False,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of a drafter's blocks over [context ; block] (arXiv 2602.06036, section 3).
+
+    q [R, B, Q, D]; k, v [R, B, G, D]; context_k, context_v: R tensors [C_r, G, D], the positions up to each block's
+    anchor (those that its window can reach suffice). Block rows see all of the context and the whole block in both directions; ``causal`` hides later block
+    rows, ``window`` hides what is ``window`` or more positions away. Drafts never decide the output, so this one
+    need not be row-invariant.
+    """
+    num_rows, block = q.shape[:2]
+    outs = []
+    for r in range(num_rows):
+        num_context = context_k[r].shape[0]
+        keys = torch.cat([context_k[r].to(k.dtype), k[r]]).transpose(0, 1)  # [G, C + B, D]
+        values = torch.cat([context_v[r].to(v.dtype), v[r]]).transpose(0, 1)
+        query_index = num_context + torch.arange(block, device=q.device)[:, None]
+        key_index = torch.arange(num_context + block, device=q.device)[None]
+        visible = torch.ones(block, num_context + block, dtype=torch.bool, device=q.device)
+        if causal:
+            visible &= key_index <= query_index
+        if window is not None:
+            visible &= (query_index - key_index).abs() < window
+        outs.append(
+            F.scaled_dot_product_attention(
+                q[r].transpose(0, 1), keys, values, attn_mask=visible, enable_gqa=True
+            ).transpose(0, 1)
+        )
+    return torch.stack(outs)

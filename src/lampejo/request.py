@@ -1,0 +1,183 @@
+"""A request's life: its tokens, its limits, and the one function that advances or ends it.
+
+Lengths of a request: ``num_prompt`` tokens of the prompt, ``len(ids)`` committed tokens (prompt and answer),
+``num_computed`` of them with keys and values in pages, ``num_cached`` of the prompt taken from the prefix cache.
+While a request decodes, num_computed == len(ids) - 1: the last committed token is the anchor of the next block.
+"""
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lampejo.accept import TokenLogprobs, Verdict
+from lampejo.errors import UserError
+from lampejo.sampling import History, SamplingParams, check_number
+
+
+@dataclass(frozen=True)
+class StopParams:
+    """When an answer ends. max_tokens None means: at the context limit. min_tokens masks EOS and stop ids below it."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            check_number("max_tokens", self.max_tokens, 1, 2**31, whole=True)
+        check_number("min_tokens", self.min_tokens, 0, 2**31, whole=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise UserError("stop strings must be non-empty text.")
+        for token_id in self.stop_token_ids:
+            check_number("stop_token_ids entry", token_id, 0, 2**31, whole=True)
+
+
+class TextSink(Protocol):
+    """The incremental text of an answer (``text.TextStream``); it knows the stop strings, and from where they count."""
+
+    def push(self, token_id: int) -> bool: ...  # True when a stop string is completed
+    def take(self) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclass
+class DraftStats:
+    """Statistics of speculation, of one request or of many. Only steps that verified drafts count."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_committed_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # entry j: steps with j drafts accepted
+
+    def observe(self, num_drafted: int, num_accepted: int, num_committed: int) -> None:
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_draft_tokens += num_accepted
+        self.num_committed_tokens += num_committed
+        self.acceptance_histogram += [0] * (num_accepted + 1 - len(self.acceptance_histogram))
+        self.acceptance_histogram[num_accepted] += 1
+
+    def as_dict(self) -> dict:
+        """The ``metrics.speculative_decoding`` object of a response."""
+        steps, drafted = self.num_spec_steps, self.num_draft_tokens
+        return {
+            "mean_acceptance_length": self.num_committed_tokens / steps if steps else None,
+            "draft_acceptance_rate": self.num_accepted_draft_tokens / drafted if drafted else None,
+            "acceptance_histogram": list(self.acceptance_histogram),
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_draft_tokens": drafted,
+        }
+
+
+@dataclass(eq=False)
+class Request:
+    """What a user asked, and how far it is. Made by the frontend, advanced by ``advance`` alone."""
+
+    id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stops: StopParams = field(default_factory=StopParams)
+    text: TextSink | None = None
+
+    ids: list[int] = field(init=False)
+    pages: list[int] = field(default_factory=list, init=False)
+    num_computed: int = field(default=0, init=False)
+    num_cached: int | None = field(default=None, init=False)  # None until it is first scheduled
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    origins: list[str] = field(default_factory=list, init=False)  # per answer token: "target" or the drafter's name
+    stats: DraftStats = field(default_factory=DraftStats, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    submitted_at: float = field(default_factory=time.perf_counter, init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt_ids)
+        self.seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(63)
+        self.history = History(frozenset(self.prompt_ids) if self.sampling.has_penalties else frozenset(), Counter())
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.ids) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.ids[len(self.prompt_ids) :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Committed tokens whose keys and values are not in pages yet; 1 while decoding."""
+        return len(self.ids) - self.num_computed
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """What one step added to a request: token ids with their origins and log probabilities, text that may be shown."""
+
+    request: Request
+    ids: list[int]
+    origins: list[str]  # per id: "target" or the name of the drafter that proposed it
+    text: str
+    finish_reason: str | None
+
+
+def end_ids(request: Request, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids that end this request's answer."""
+    return request.stops.stop_token_ids + (() if request.stops.ignore_eos else tuple(eos_ids))
+
+
+def hidden_ids(request: Request, num_positions: int, eos_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per verify position: the ids that min_tokens masks there."""
+    missing = request.stops.min_tokens - request.num_output
+    if missing <= 0:
+        return [()] * num_positions
+    ends = request.stops.stop_token_ids + tuple(eos_ids)
+    return [ends if j < missing else () for j in range(num_positions)]
+
+
+def advance(
+    request: Request, verdict: Verdict, drafter_name: str, num_drafted: int, eos_ids: Sequence[int], max_context: int
+) -> TokenDelta:
+    """Commits a verified block, cut at the first end: EOS or stop id, stop string, max_tokens, context limit.
+
+    Everything of the request is cut there: ids, text, log probabilities, penalty counts, statistics and, through
+    ``num_computed``, what later steps see of the caches. EOS exactly at the cap is "stop".
+    """
+    ends = end_ids(request, eos_ids)
+    limit = max_context - request.num_prompt
+    if request.stops.max_tokens is not None:
+        limit = min(limit, request.stops.max_tokens)
+    committed = []
+    for j, token_id in enumerate(verdict.ids):
+        committed.append(token_id)
+        request.ids.append(token_id)
+        request.origins.append(drafter_name if j < verdict.num_accepted else "target")
+        if request.sampling.has_penalties:
+            request.history.output[token_id] += 1
+        if verdict.logprobs:
+            request.logprobs.append(verdict.logprobs[j])
+        if token_id in ends or (request.text is not None and request.text.push(token_id)):
+            request.finish_reason = "stop"
+        elif request.num_output >= limit:
+            request.finish_reason = "length"
+        if request.finish_reason:
+            break
+    request.num_computed = len(request.ids) - 1
+    if num_drafted:
+        request.stats.observe(num_drafted, min(verdict.num_accepted, len(committed)), len(committed))
+    text = ""
+    if request.text is not None:
+        text = request.text.take() + (request.text.finish() if request.finish_reason else "")
+    origins = request.origins[-len(committed) :]
+    return TokenDelta(request, committed, origins, text, request.finish_reason)

@@ -1,0 +1,135 @@
+"""All that touches the device: the target's forward, the drafter's forward, and their caches.
+
+Shape legend: T tokens of a step, L tokens with logits, R rows, B block length, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lampejo import ops
+from lampejo.batch import Batch
+from lampejo.cache import PagedCache
+from lampejo.models.dflash import DFlash
+from lampejo.models.llama import Llama
+from lampejo.request import Request
+from lampejo.sampling import gumbel_noise
+
+
+@dataclass(frozen=True)
+class VerifyOutput:
+    logits: torch.Tensor  # [L, V]
+    taps: torch.Tensor  # [T, num_taps * H]
+
+
+class Runner:
+    """Target and drafter with their caches on one device."""
+
+    def __init__(self, target: Llama, drafter: DFlash | None, num_pages: int, page_size: int) -> None:
+        self.target = target
+        self.drafter = drafter
+        weight = target.model.norm.weight
+        self.device = weight.device
+        self.page_size = page_size
+        config = target.config
+        self.cache = PagedCache(
+            config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, weight.dtype, self.device
+        )
+        if drafter is None:
+            return
+        draft = drafter.config
+        self.context_cache = PagedCache(
+            draft.num_layers, num_pages, page_size, draft.num_kv_heads, draft.head_dim, weight.dtype, self.device
+        )
+        head = target.lm_head.weight
+        if draft.draft_vocab_size:
+            self.draft_token_ids = drafter.draft_token_ids.long()
+            self.draft_head = head[self.draft_token_ids].contiguous()
+        else:
+            self.draft_token_ids = torch.arange(config.vocab_size, device=self.device)
+            self.draft_head = head
+        # Position of each target id in the draft vocabulary; the last draft id stands for every other token.
+        self.to_draft_id = torch.full((config.vocab_size,), len(self.draft_token_ids), device=self.device)
+        self.to_draft_id[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=self.device)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token of context takes: the target's keys and values, and the drafter's."""
+        drafter_bytes = self.context_cache.bytes_per_token if self.drafter else 0
+        return self.cache.bytes_per_token + drafter_bytes
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch) -> VerifyOutput:
+        """One pass of the target over all tokens of a step; writes their keys and values."""
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.cache.write(layer, k, v, batch.slots)
+            return ops.paged_attention(q, self.cache.k[layer], self.cache.v[layer], batch.segments)
+
+        tap_layers = self.drafter.config.target_layer_ids if self.drafter else ()
+        hidden, taps = self.target(batch.ids, batch.positions, attend, tap_layers)
+        if len(batch.logit_index) == 0:
+            return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps)
+        return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps)
+
+    @torch.inference_mode()
+    def append_context(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
+        """Enters the first ``num_committed[i]`` tokens of each segment into the drafter's context."""
+        assert self.drafter is not None
+        index = [s.start + j for s, n in zip(batch.segments, num_committed, strict=True) for j in range(n)]
+        if not index:
+            return
+        keep = torch.tensor(index, device=self.device)
+        ctx = self.drafter.context(taps[keep])
+        for layer, (k, v) in enumerate(self.drafter.context_key_values(ctx, batch.positions[keep])):
+            self.context_cache.write(layer, k, v, batch.slots[keep])
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        """One pass of the drafter: the first ``widths[i]`` slots of a block after each request's anchor."""
+        assert self.drafter is not None
+        config = self.drafter.config
+        num_rows, block = len(requests), config.block_size
+        num_slots = max(widths)
+        assert num_slots < block, (num_slots, block)
+        anchors = [len(request.ids) - 1 for request in requests]
+        anchor_ids = torch.tensor([request.ids[-1] for request in requests], device=self.device)
+        ids = torch.full((num_rows, block), config.mask_token_id, device=self.device)
+        ids[:, 0] = anchor_ids
+        positions = torch.tensor(anchors, device=self.device)[:, None] + torch.arange(block, device=self.device)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            window = config.windows[layer]
+            context = [
+                self.context_cache.read(layer, request.pages, 0 if window is None else max(0, a - window + 1), a)
+                for request, a in zip(requests, anchors, strict=True)
+            ]
+            blocks = (x.view(num_rows, block, *x.shape[1:]) for x in (q, k, v))
+            keys, values = [c[0] for c in context], [c[1] for c in context]
+            return ops.block_attention(*blocks, keys, values, config.causal[layer], window).flatten(0, 1)
+
+        hidden = self.drafter(self.target.embed(ids.flatten()), positions.flatten(), attend)
+        hidden = hidden.view(num_rows, block, -1)[:, 1 : num_slots + 1]  # row i predicts the token at row i
+        logits = ops.linear(hidden.flatten(0, 1), self.draft_head).float().view(num_rows, num_slots, -1)
+        chosen = self._choose_drafts(logits, requests, anchor_ids, anchors)
+        return [ids[:width] for ids, width in zip(chosen.tolist(), widths, strict=True)]
+
+    def _choose_drafts(
+        self, logits: torch.Tensor, requests: Sequence[Request], anchor_ids: torch.Tensor, anchors: Sequence[int]
+    ) -> torch.Tensor:
+        """logits [R, slots, draft ids] -> target ids [R, slots], with the same noise that the target will use."""
+        assert self.drafter is not None
+        previous, chosen = anchor_ids, []
+        for slot in range(logits.shape[1]):
+            scores = logits[:, slot]
+            if self.drafter.markov_head is not None:
+                scores = scores + self.drafter.markov_head(self.to_draft_id[previous])
+            for r, request in enumerate(requests):
+                if request.sampling.temperature > 0:
+                    noise = gumbel_noise(request.seed, [anchors[r] + slot + 1], self.draft_token_ids)
+                    scores[r] = scores[r] / request.sampling.temperature + noise[0]
+            previous = self.draft_token_ids[scores.argmax(-1)]
+            chosen.append(previous)
+        return torch.stack(chosen, dim=1)
+

@@ -1,0 +1,152 @@
+"""Which requests take part in a step, with how many tokens, and which pages those tokens get.
+
+Everything that counts tokens or pages of a step is decided in ``schedule``, together with the allocation that may
+change it. Pure Python; the device is not known here.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lampejo.pages import PagePool
+from lampejo.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """A request's part of a step: the next ``num_known`` committed tokens, then up to ``width`` drafts."""
+
+    request: Request
+    num_known: int
+    width: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether this step reaches the end of what is known, so that a token can be chosen."""
+        return self.num_known == self.request.num_uncomputed
+
+
+class Scheduler:
+    """Waiting and running requests, in order of arrival and of admission. Decoding rows always go; what is left of the
+    token budget prefills, oldest first, in chunks. When pages run out, the youngest running request is preempted:
+    it gives everything back and waits at the front, and its prefix cache makes the return cheap.
+    """
+
+    def __init__(self, pool: PagePool, max_rows: int, token_budget: int, max_context: int) -> None:
+        self.pool = pool
+        self.max_rows = max_rows
+        self.token_budget = token_budget
+        self.max_context = max_context
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes out a finished or aborted request, wherever it is, and gives its pages back."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def schedule(self, widths: Callable[[Sequence[Request]], Sequence[int]]) -> list[ScheduledRow]:
+        """Plans a step. ``widths`` tells, for the decoding rows, how many drafts are wanted for each."""
+        decoding = [request for request in self.running if request.num_uncomputed == 1]
+        wanted = dict(zip((request.id for request in decoding), widths(decoding), strict=True))
+        # Every decoding row has its anchor; drafts share what the budget leaves beyond that.
+        draft_budget = self.token_budget - len(decoding)
+        plan: list[ScheduledRow] = []
+        prefill: list[Request] = []
+        for request in list(self.running):
+            if request not in self.running:  # preempted by an older row of this loop
+                continue
+            if request.id not in wanted:
+                prefill.append(request)
+                continue
+            width = max(0, min(wanted[request.id], self._most_drafts(request), draft_budget))
+            width = self._reserve(request, 1, width)
+            if width is not None:
+                draft_budget -= width
+                plan.append(ScheduledRow(request, 1, width))
+        budget = draft_budget
+        for request in prefill:
+            if budget > 0 and request in self.running:
+                num_known = min(request.num_uncomputed, budget)
+                if self._reserve(request, num_known, 0) is not None:
+                    plan.append(ScheduledRow(request, num_known, 0))
+                    budget -= num_known
+        # A prefilling row may have preempted a row that was planned before it.
+        plan = [row for row in plan if row.request in self.running]
+        while self.waiting and len(self.running) < self.max_rows and budget > 0:
+            request = self.waiting[0]
+            num_known = self._admit(request, budget)
+            if num_known is None:
+                break
+            plan.append(ScheduledRow(request, num_known, 0))
+            budget -= num_known
+        return plan
+
+    def committed(self, request: Request) -> None:
+        """After a step: enters the request's full committed pages into the prefix cache."""
+        self.pool.register(request.ids, request.pages, request.num_computed)
+
+    def _most_drafts(self, request: Request) -> int:
+        """Drafts that could still be committed: the step adds one token of the target's own."""
+        left = self.max_context - len(request.ids)
+        if request.stops.max_tokens is not None:
+            left = min(left, request.stops.max_tokens - request.num_output)
+        return left - 1
+
+    def _pages_missing(self, request: Request, num_tokens: int) -> int:
+        needed = -(-(request.num_computed + num_tokens) // self.pool.page_size)
+        return max(0, needed - len(request.pages))
+
+    def _reserve(self, request: Request, num_known: int, width: int) -> int | None:
+        """Pages for the tokens; drafts are given up before anyone is preempted. Returns the width that fits, or None
+        if the request itself had to be preempted."""
+        pages = self.pool.allocate(self._pages_missing(request, num_known + width))
+        if pages is None and width > 0:
+            width = 0
+            pages = self.pool.allocate(self._pages_missing(request, num_known))
+        while pages is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
+            pages = self.pool.allocate(self._pages_missing(request, num_known))
+        request.pages += pages
+        return width
+
+    def _preempt(self, request: Request) -> None:
+        assert len(self.running) > 1, "one request alone always fits"
+        self.running.remove(request)
+        self._release(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _admit(self, request: Request, budget: int) -> int | None:
+        """Moves the first waiting request into the batch, on top of what the prefix cache holds of it. Returns the
+        length of its first chunk, or None if the pages do not suffice now."""
+        cached = self.pool.match(request.ids)
+        num_cached = len(cached) * self.pool.page_size
+        num_known = min(len(request.ids) - num_cached, budget)
+        needed = -(-(num_cached + num_known) // self.pool.page_size) - len(cached)
+        pages = self.pool.allocate(needed)
+        if pages is None:
+            self.pool.release(cached)
+            return None
+        self.waiting.popleft()
+        self.running.append(request)
+        request.pages = cached + pages
+        request.num_computed = num_cached
+        if request.num_cached is None:
+            request.num_cached = num_cached
+        return num_known
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        request.pages = []
+        request.num_computed = 0

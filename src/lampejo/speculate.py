@@ -1,0 +1,157 @@
+"""Who drafts, how much, and what is learned from it: the drafters, and the policy over them.
+
+A drafter is anything with the methods of ``Drafter``. The output never depends on it; only the speed does.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lampejo.accept import Verdict
+from lampejo.batch import Batch
+from lampejo.ngram import NgramIndex
+from lampejo.request import Request
+from lampejo.runner import Runner
+from lampejo.scheduler import ScheduledRow
+from lampejo.width import RowOffer, RowResult, WidthController
+
+NGRAM_MAX_WIDTH = 15
+
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow a request's last committed token, its anchor."""
+
+    name: str
+
+    def available(self, request: Request) -> int:
+        """Most drafts it can offer after this anchor; 0 if none worth verifying."""
+        ...
+
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        """At most ``widths[i]`` token ids for each request."""
+        ...
+
+    def observe(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
+        """After every step: the first ``num_committed[i]`` tokens of segment i, with their taps, are committed."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        ...
+
+
+class NgramDrafter:
+    """Continues the longest suffix of the text so far that occurred before, if it has ``min_match`` tokens or more."""
+
+    name = "ngram"
+
+    def __init__(self, min_match: int) -> None:
+        self.min_match = min_match
+        self._indices: dict[int, NgramIndex] = {}
+
+    def available(self, request: Request) -> int:
+        index = self._indices.setdefault(request.id, NgramIndex())
+        index.extend(request.ids[len(index) :])
+        return NGRAM_MAX_WIDTH if index.match_len >= self.min_match else 0
+
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        return [
+            self._indices[request.id].propose(width) for request, width in zip(requests, widths, strict=True)
+        ]
+
+    def observe(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
+        """The index reads committed tokens from the request itself, when it is asked next."""
+
+    def forget(self, request: Request) -> None:
+        self._indices.pop(request.id, None)
+
+
+class DFlashDrafter:
+    """The block-diffusion drafter; its context follows the committed tokens, also while it is parked."""
+
+    name = "dflash"
+
+    def __init__(self, runner: Runner) -> None:
+        assert runner.drafter is not None
+        self.runner = runner
+        self.max_width = runner.drafter.config.block_size - 1
+
+    def available(self, request: Request) -> int:
+        return self.max_width
+
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        return self.runner.draft(requests, widths)
+
+    def observe(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
+        self.runner.append_context(batch, taps, num_committed)
+
+    def forget(self, request: Request) -> None:
+        """Its context lies in the request's pages and goes with them."""
+
+
+class Speculator:
+    """Asks the drafters in order of preference; the first that has something to offer drafts for the row."""
+
+    def __init__(self, drafters: Sequence[Drafter], controller: WidthController) -> None:
+        self.drafters = list(drafters)
+        self.controller = controller
+        self._chosen: dict[int, Drafter] = {}  # by request id: who drafts for it in this step
+        self._draft_seconds: dict[str, float] = {}
+
+    def widths(self, requests: Sequence[Request]) -> list[int]:
+        """How many drafts each decoding row should get in the coming step."""
+        if not self.drafters:
+            return [0] * len(requests)
+        offers = []
+        for request in requests:
+            offer = RowOffer(request.id, None, 0)
+            self._chosen.pop(request.id, None)
+            for drafter in self.drafters:
+                if num_available := drafter.available(request):
+                    self._chosen[request.id] = drafter
+                    offer = RowOffer(request.id, drafter.name, num_available)
+                    break
+            offers.append(offer)
+        return self.controller.widths(offers)
+
+    def draft(self, plan: Sequence[ScheduledRow]) -> list[list[int]]:
+        """Drafts for each row of the plan, ragged, maybe none."""
+        drafts: list[list[int]] = [[] for _ in plan]
+        self._draft_seconds = {}
+        for drafter in self.drafters:
+            mine = [i for i, row in enumerate(plan) if row.width and self._chosen[row.request.id] is drafter]
+            if not mine:
+                continue
+            started = time.perf_counter()
+            proposals = drafter.draft([plan[i].request for i in mine], [plan[i].width for i in mine])
+            self._draft_seconds[drafter.name] = time.perf_counter() - started
+            for i, proposal in zip(mine, proposals, strict=True):
+                assert len(proposal) <= plan[i].width
+                drafts[i] = proposal
+        return drafts
+
+    def drafter_of(self, request: Request) -> str:
+        """Name of the drafter that drafted for the request in this step."""
+        drafter = self._chosen.get(request.id)
+        return drafter.name if drafter else "none"
+
+    def observe(
+        self, batch: Batch, taps: torch.Tensor, verdicts: Sequence[Verdict], num_committed: Sequence[int], seconds: float
+    ) -> None:
+        """Learns from a step: context of the drafters, acceptance, and ``seconds`` that verification took."""
+        for drafter in self.drafters:
+            drafter.observe(batch, taps, num_committed)
+        if self.drafters and all(row.num_known == 1 for row in batch.rows):
+            results = [
+                RowResult(row.request.id, self.drafter_of(row.request), len(draft), verdict.num_accepted)
+                for row, draft, verdict in zip(batch.rows, batch.drafts, verdicts, strict=True)
+            ]
+            self.controller.observe_step(len(batch.ids), seconds, self._draft_seconds, results)
+
+    def forget(self, request: Request) -> None:
+        self._chosen.pop(request.id, None)
+        self.controller.forget(request.id)
+        for drafter in self.drafters:
+            drafter.forget(request)

@@ -1,0 +1,139 @@
+"""Tiny random models, drafters and engines that the tests share. Nothing here needs a network."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lampejo.config import EngineConfig
+from lampejo.engine import Engine
+from lampejo.models.config import DrafterConfig, ModelConfig, RopeConfig
+from lampejo.models.dflash import DFlash
+from lampejo.models.llama import Llama
+from lampejo.request import Request, StopParams
+from lampejo.runner import Runner
+from lampejo.sampling import SamplingParams
+from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, Speculator
+from lampejo.width import WidthController
+
+TINY = ModelConfig(
+    architecture="llama",
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=10_000.0),
+    max_context=6000,
+    tie_word_embeddings=True,
+)
+TINY_DRAFTER = DrafterConfig(
+    block_size=6,
+    mask_token_id=96,
+    target_layer_ids=(0, 2),
+    num_target_layers=4,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=10_000.0),
+    vocab_size=97,
+    windows=(None, None),
+    causal=(False, False),
+)
+EOS = 1
+
+
+def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Weights large enough that the model's choices vary with its input, norms near one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(False)
+        if name.endswith("norm.weight"):
+            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        else:
+            scale = 1.0 if "embed" in name or "predecessor" in name else 1.5 / parameter.shape[-1] ** 0.5
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def make_target(config: ModelConfig = TINY, seed: int = 0) -> Llama:
+    target = Llama(config)
+    randomise(target, seed)
+    return target
+
+
+def make_drafter(config: DrafterConfig = TINY_DRAFTER, seed: int = 1) -> DFlash:
+    drafter = DFlash(config)
+    randomise(drafter, seed)
+    if config.draft_vocab_size:
+        ids = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(seed))
+        drafter.draft_token_ids = ids[: config.draft_vocab_size].sort().values.int()
+    return drafter
+
+
+class ScriptedDrafter:
+    """Drafts what a function says, for tests: ``script(request, width) -> ids``."""
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[Request, int], list[int]], max_width: int = 15) -> None:
+        self.script = script
+        self.max_width = max_width
+
+    def available(self, request: Request) -> int:
+        return self.max_width
+
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        return [self.script(request, width)[:width] for request, width in zip(requests, widths, strict=True)]
+
+    def observe(self, batch, taps, num_committed) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+_request_ids = itertools.count()
+
+
+def make_request(prompt_ids: Sequence[int], stops: StopParams | None = None, **sampling) -> Request:
+    return Request(next(_request_ids), list(prompt_ids), SamplingParams(**sampling), stops or StopParams())
+
+
+def make_engine(
+    target: Llama,
+    drafters: Sequence[Drafter] = (),
+    drafter: DFlash | None = None,
+    eos_ids: Sequence[int] = (EOS,),
+    dflash: bool = False,
+    **config,
+) -> Engine:
+    """An engine over a tiny model. ``width`` fixes the number of drafts; ``dflash`` lets the DFlash drafter draft."""
+    resolved = EngineConfig(**config).resolve(target.config.max_context)
+    runner = Runner(target, drafter, resolved.num_pages, resolved.page_size)
+    all_drafters = list(drafters) + ([DFlashDrafter(runner)] if dflash else [])
+    speculator = Speculator(all_drafters, WidthController(NGRAM_MAX_WIDTH, resolved.width))
+    return Engine(runner, speculator, resolved, eos_ids)
+
+
+def run(engine: Engine, requests: Sequence[Request], check: bool = True) -> list[list[int]]:
+    """Decodes all requests to their ends; returns the answers' ids."""
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        if check:
+            engine.pool.check_integrity()
+    return [request.output_ids for request in requests]
+
+
+def prompt_of(num_tokens: int, seed: int = 0, vocab_size: int = 96) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, vocab_size, (num_tokens,), generator=generator).tolist()
