@@ -70,7 +70,11 @@ class Checkpoint:
                 raise damaged(self.path, f"its rope_freqs.weight has the shape {list(shape)}")
             factors = file.read("rope_freqs.weight").flatten().tolist()
         self.config = model_config_from_gguf(file.metadata, shapes, factors)
-        self._names = {hf_name(name): name for name in file.tensors}
+        self._names = {}
+        for name in file.tensors:
+            if hf_name(name) in self._names:
+                raise damaged(self.path, f"it has {hf_name(name)!r} twice")
+            self._names[hf_name(name)] = name
         types = Counter(entry.type.name for entry in file.tensors.values())
         self.quantization = _count_types(types)
         keys = Keys(file.metadata, f"{self.path}, metadata")

@@ -1,0 +1,396 @@
+"""Translation of config.json and GGUF metadata: what is read, what is refused, and that nothing else can happen."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lampejo.errors import UserError
+from lampejo.models.config import ModelConfig, RopeConfig, model_config_from_gguf, model_config_from_hf
+from lampejo.models.drafter_config import drafter_config_from_hf
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+    "hidden_act": "silu",
+}
+DRAFTER = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 16,
+    "num_target_layers": 36,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "rope_scaling": None,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151645,
+    "layer_types": ["full_attention"] * 5,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
+
+def without(config, *names):
+    return {key: value for key, value in config.items() if key not in names}
+
+
+# Targets ------------------------------------------------------------------------------------------------------------
+
+
+def test_qwen2_is_translated():
+    """Fault: biases or heads taken from another architecture's defaults."""
+    assert model_config_from_hf(QWEN2) == ModelConfig(
+        "qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 1e-6, RopeConfig(1e6), 32768, True, True
+    )
+
+
+def test_llama_and_mistral_are_the_same_maths():
+    """Fault: Mistral refused although only its name differs, or its window ignored."""
+    llama = model_config_from_hf({**QWEN2, "model_type": "llama"})
+    assert llama.architecture == "llama" and not llama.qkv_bias
+    assert model_config_from_hf({**QWEN2, "model_type": "mistral", "sliding_window": None}) == llama
+    with pytest.raises(UserError, match="'sliding_window' = 4096 is not supported"):
+        model_config_from_hf({**QWEN2, "model_type": "mistral", "sliding_window": 4096})
+
+
+def test_defaults_for_absent_keys_are_those_of_transformers():
+    """Fault: grouped heads or a tied head assumed where the file is silent."""
+    from transformers import LlamaConfig
+
+    small = without(QWEN2, "num_key_value_heads", "tie_word_embeddings", "rope_theta", "hidden_act")
+    config = model_config_from_hf({**small, "model_type": "llama"})
+    theirs = LlamaConfig(**without(small, "model_type"))
+    assert config.num_kv_heads == theirs.num_key_value_heads == 12
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings is False
+    assert config.rope.theta == 10_000.0
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "rms_norm_eps", "max_position_embeddings"],
+)  # fmt: skip
+def test_a_missing_key_is_named(key):
+    """C1-like: no number is guessed."""
+    with pytest.raises(UserError, match=f"lacks the key '{key}'"):
+        model_config_from_hf(without(QWEN2, key))
+
+
+def test_an_unsupported_architecture_is_named_beside_those_supported():
+    """C2: the message says what was found and what would do."""
+    with pytest.raises(UserError, match=r"'gemma3' is not supported. Supported architectures: llama, mistral, qwen2"):
+        model_config_from_hf({**QWEN2, "model_type": "gemma3"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("use_sliding_window", True),
+     ("quantization_config", {"quant_method": "fp8"}), ("partial_rotary_factor", 0.5),
+     ("rope_scaling", {"type": "dynamic", "factor": 2.0}), ("rope_scaling", {"type": "longrope"}),
+     ("rope_scaling", {"rope_type": "default", "mrope_section": [16, 24, 24]}),
+     ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e4}})],
+)  # fmt: skip
+def test_what_would_change_the_maths_is_refused(key, value):
+    """Fault: an unknown switch ignored, and fluent nonsense comes out."""
+    with pytest.raises(UserError, match="not supported"):
+        model_config_from_hf({**QWEN2, key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("vocab_size", 0), ("vocab_size", "many"), ("vocab_size", True), ("hidden_size", 1 << 40), ("rms_norm_eps", 0),
+     ("rms_norm_eps", float("nan")), ("rope_theta", -1), ("num_hidden_layers", 1 << 20), ("num_key_value_heads", 5),
+     ("head_dim", 63), ("tie_word_embeddings", "yes"), ("max_position_embeddings", 2.5)],
+)  # fmt: skip
+def test_impossible_values_are_refused(key, value):
+    """C7: damaged or hostile numbers."""
+    with pytest.raises(UserError):
+        model_config_from_hf({**QWEN2, key: value})
+
+
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+ROPES = [
+    ({"type": "linear", "factor": 2.0}, RopeConfig(1e6, "linear", 2.0)),
+    ({"rope_type": "llama3", **LLAMA3}, RopeConfig(1e6, "llama3", 8.0, 8192, 1.0, 4.0)),
+    ({"type": "yarn", **YARN}, RopeConfig(1e6, "yarn", 4.0, 32768)),
+    ({"rope_type": "yarn", **YARN, "attention_factor": 1.5, "beta_fast": 16}, RopeConfig(
+        1e6, "yarn", 4.0, 32768, attention_factor=1.5, beta_fast=16.0)),
+    ({"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 0.5}, RopeConfig(
+        1e6, "yarn", 4.0, 32768,
+        attention_factor=(0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))),
+    ({"rope_type": "default"}, RopeConfig(1e6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scaling", "expected"), ROPES)
+def test_both_spellings_of_rope_mean_the_same(scaling, expected):
+    """C5: rope_theta and rope_scaling of old files, rope_parameters of new ones."""
+    old = model_config_from_hf({**QWEN2, "rope_scaling": scaling})
+    new = model_config_from_hf(
+        {**without(QWEN2, "rope_theta"), "rope_parameters": {**scaling, "rope_theta": 1e6}},
+    )
+    assert old == new
+    assert old.rope == expected
+    assert old.max_context == (131072 if expected.kind == "yarn" else 32768)
+
+
+def test_a_rope_scaling_without_its_numbers_is_refused():
+    """C1-like: Llama 3's scaling with a default would be wrong from position 8192 on."""
+    for key in LLAMA3:
+        with pytest.raises(UserError, match=key):
+            model_config_from_hf({**QWEN2, "rope_scaling": {"rope_type": "llama3", **without(LLAMA3, key)}})
+
+
+# GGUF ---------------------------------------------------------------------------------------------------------------
+
+GGUF = {
+    "general.architecture": "qwen2",
+    "qwen2.context_length": 32768,
+    "qwen2.embedding_length": 1536,
+    "qwen2.block_count": 28,
+    "qwen2.feed_forward_length": 8960,
+    "qwen2.attention.head_count": 12,
+    "qwen2.attention.head_count_kv": 2,
+    "qwen2.attention.layer_norm_rms_epsilon": 1e-6,
+    "qwen2.rope.freq_base": 1e6,
+}
+SHAPES = {"token_embd.weight": (151936, 1536)}
+
+
+def test_gguf_metadata_mean_the_same_as_config_json():
+    """Fault: the two translations drift apart."""
+    assert model_config_from_gguf(GGUF, SHAPES) == model_config_from_hf(QWEN2)
+    untied = model_config_from_gguf(GGUF, {**SHAPES, "output.weight": (151936, 1536)})
+    assert untied == model_config_from_hf({**QWEN2, "tie_word_embeddings": False})
+
+
+def test_values_per_layer_are_accepted_while_they_are_equal():
+    """Fault: heads of layer 0 taken for all layers."""
+    heads = {**GGUF, "qwen2.attention.head_count_kv": [2] * 28}
+    assert model_config_from_gguf(heads, SHAPES).num_kv_heads == 2
+    with pytest.raises(UserError, match="head_count_kv"):
+        model_config_from_gguf({**GGUF, "qwen2.attention.head_count_kv": [2] * 27 + [4]}, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [({"general.architecture": "gemma"}, "'gemma' is not supported. Supported architectures: llama, qwen2"),
+     ({"general.architecture": ["llama"]}, "not supported"),
+     ({"qwen2.rope.dimension_count": 64}, "rope.dimension_count"),
+     ({"qwen2.attention.value_length": 64}, "value_length"),
+     ({"qwen2.expert_count": 8}, "with experts"),
+     ({"qwen2.rope.scaling.type": "longrope"}, "longrope"),
+     ({"qwen2.block_count": -1}, "block_count"),
+     ({"tokenizer.ggml.tokens": ["x"] * 151937}, "151937 tokens")],
+)  # fmt: skip
+def test_gguf_metadata_that_we_cannot_serve_are_refused(extra, message):
+    """C2, C7: named, before any weight is read."""
+    with pytest.raises(UserError, match=message):
+        model_config_from_gguf({**GGUF, **extra}, SHAPES)
+
+
+@pytest.mark.parametrize("key", [key for key in GGUF if "freq_base" not in key and "_kv" not in key])
+def test_a_missing_gguf_key_is_named(key):
+    """C1-like."""
+    with pytest.raises(UserError, match=key.removeprefix("qwen2.")):
+        model_config_from_gguf(without(GGUF, key), SHAPES)
+
+
+def test_yarn_in_gguf_multiplies_the_attention_factor():
+    """C5: GGUF's attn_factor comes on top of YaRN's own, transformers' replaces it."""
+    scaling = {
+        "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 32768,
+    }  # fmt: skip
+    config = model_config_from_gguf({**GGUF, **scaling}, SHAPES)
+    assert config == model_config_from_hf({**QWEN2, "rope_scaling": {"type": "yarn", **YARN}})
+    halved = model_config_from_gguf({**GGUF, **scaling, "qwen2.rope.scaling.attn_factor": 0.5}, SHAPES)
+    assert halved.rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
+
+
+# Drafters -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_released_drafter_is_translated():
+    """The Qwen3-4B drafter's file, as published."""
+    config = drafter_config_from_hf(DRAFTER)
+    assert (config.block_size, config.mask_token_id) == (16, 151669)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33) and config.num_target_layers == 36
+    assert config.windows == (None,) * 5 and config.causal == (False,) * 5
+    assert config.rope == RopeConfig(1e6) and config.target_name is None
+
+
+def test_keys_may_stand_at_top_level_or_inside_but_not_disagree():
+    """C1: a few files carry both keys at top level, newer ones the block size inside."""
+    flat = {**without(DRAFTER, "dflash_config"), **DRAFTER["dflash_config"]}
+    inside = {**without(DRAFTER, "block_size"), "dflash_config": {**DRAFTER["dflash_config"], "block_size": 16}}
+    assert drafter_config_from_hf(flat) == drafter_config_from_hf(inside) == drafter_config_from_hf(DRAFTER)
+    with pytest.raises(UserError, match="'block_size' is 8 at top level, 16 in dflash_config"):
+        drafter_config_from_hf({**inside, "block_size": 8})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["block_size", "num_target_layers", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "vocab_size"],
+)  # fmt: skip
+def test_a_key_missing_from_a_drafter_is_named(key):
+    """C1: a wrong guess would only lower the acceptance, unseen."""
+    with pytest.raises(UserError, match=f"lacks the key '{key}'"):
+        drafter_config_from_hf(without(DRAFTER, key))
+
+
+def test_missing_target_layer_ids_or_mask_are_refused_by_name():
+    """C1: older code guessed them, wrongly for most files."""
+    for key in ("target_layer_ids", "mask_token_id"):
+        broken = {**DRAFTER, "dflash_config": without(DRAFTER["dflash_config"], key)}
+        with pytest.raises(UserError, match=f"lacks the key '{key}'"):
+            drafter_config_from_hf(broken)
+    broken = {**DRAFTER, "dflash_config": {"mask_token_id": 5}}
+    assert drafter_config_from_hf(broken, (1, 2)).target_layer_ids == (1, 2)
+    with pytest.raises(UserError, match="but \\[1, 2\\] were given"):
+        drafter_config_from_hf(DRAFTER, (1, 2))
+
+
+@pytest.mark.parametrize("mask", [-1, 151936, 151645, 151643, True, "mask"])
+def test_a_mask_token_outside_the_vocabulary_or_with_another_meaning_is_refused(mask):
+    """C1: equal to EOS or pad, or no token at all."""
+    broken = {**DRAFTER, "pad_token_id": 151643, "dflash_config": {**DRAFTER["dflash_config"], "mask_token_id": mask}}
+    with pytest.raises(UserError, match="'mask_token_id'"):
+        drafter_config_from_hf(broken)
+
+
+@pytest.mark.parametrize("ids", [[], [36], [-1], [1, 1], "1,2", [True], [1.0]])
+def test_taps_that_the_target_does_not_have_are_refused(ids):
+    """C1: also layers counted from one."""
+    broken = {**DRAFTER, "dflash_config": {**DRAFTER["dflash_config"], "target_layer_ids": ids}}
+    with pytest.raises(UserError, match="'target_layer_ids'"):
+        drafter_config_from_hf(broken)
+
+
+FAMILIES = [
+    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "candidate_selector": {"k": 4}}}, "DFlash2"),
+    ({"architectures": ["DSparkDraftModel"]}, "DSpark"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "projector_type": "domino"}}, "Domino"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "layer_fusion": "mean"}}, "DFly"),
+    ({"speculators_model_type": "dflash"}, "speculators layout"),
+    ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "not a DFlash drafter.*LlamaForCausalLM"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "projector_type": "mlp"}}, "Projector type 'mlp'"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "sample_from_anchor": True}}, "'sample_from_anchor' = True"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FAMILIES)
+def test_newer_families_are_refused_by_name(change, message):
+    """C2: DFlash2, DSpark, Domino, DFly, and files in the speculators layout."""
+    with pytest.raises(UserError, match=message) as caught:
+        drafter_config_from_hf({**DRAFTER, **change})
+    assert "DFlash v1" in caught.value.remedy
+
+
+def test_windows_and_causality_follow_the_rule_of_the_format():
+    """FORMATS 1: is_causal if the key is there, else causal only for sliding layers."""
+    types = ["sliding_attention"] * 4 + ["full_attention"]
+    sliding = {**DRAFTER, "layer_types": types, "sliding_window": 2048, "use_sliding_window": True}
+    config = drafter_config_from_hf(sliding)
+    assert config.windows == (2048, 2048, 2048, 2048, None)
+    assert config.causal == (True, True, True, True, False)
+    assert drafter_config_from_hf({**sliding, "is_causal": False}).causal == (False,) * 5
+    assert drafter_config_from_hf({**sliding, "is_causal": True}).causal == (True,) * 5
+    for change in (
+        {"use_sliding_window": False}, {"sliding_window": None}, {"sliding_window": 0}, {"layer_types": types[1:]},
+        {"layer_types": ["linear_attention"] * 5}, {"layer_types": None},
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=r"sliding_window|layer_types"):
+            drafter_config_from_hf({**sliding, **change})
+
+
+def test_the_drafters_own_rope_is_plain_whatever_its_target_has():
+    """FORMATS 1: partial or multimodal RoPE in the file tells about the target."""
+    parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+    }
+    config = drafter_config_from_hf({**without(DRAFTER, "rope_theta"), "rope_parameters": parameters})
+    assert config.rope == RopeConfig(1e7)
+    yarn = drafter_config_from_hf({**DRAFTER, "rope_scaling": {"type": "yarn", **YARN}})
+    assert yarn.rope == RopeConfig(1e6, "yarn", 4.0, 32768)
+
+
+def test_our_extension_is_read_and_checked():
+    """prototype/README: draft vocabulary and Markov head."""
+    inner = {**DRAFTER["dflash_config"], "draft_vocab_size": 8192, "markov_rank": 64}
+    config = drafter_config_from_hf({**DRAFTER, "dflash_config": inner, "target": "Qwen3-4B"})
+    assert (config.draft_vocab_size, config.markov_rank, config.target_name) == (8192, 64, "Qwen3-4B")
+    for change in ({"draft_vocab_size": 151937}, {"draft_vocab_size": 0}, {"draft_vocab_size": None}):
+        with pytest.raises(UserError, match=r"draft_vocab_size|markov_rank"):
+            drafter_config_from_hf({**DRAFTER, "dflash_config": {**inner, **change}})
+
+
+# Anything -----------------------------------------------------------------------------------------------------------
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([*QWEN2, "rope_scaling", "rope_parameters", "head_dim"]), anything, anything)
+def test_any_value_at_any_key_of_a_target_is_read_or_refused(key, value, other):
+    """C7: nothing but a UserError may come out."""
+    changed = {**QWEN2, key: value, "rope_scaling": {"rope_type": "yarn", "factor": other}}
+    for config in (changed, {**QWEN2, key: value}):
+        try:
+            assert isinstance(model_config_from_hf(config), ModelConfig)
+        except UserError:
+            continue
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([*DRAFTER, "mask_token_id", "target", "is_causal", "rope_parameters"]), anything)
+def test_any_value_at_any_key_of_a_drafter_is_read_or_refused(key, value):
+    """C7: nothing but a UserError may come out."""
+    for config in ({**DRAFTER, key: value}, {**DRAFTER, "dflash_config": {**DRAFTER["dflash_config"], key: value}}):
+        try:
+            drafter_config_from_hf(config)
+        except UserError:
+            continue
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([*GGUF, "qwen2.rope.scaling.type", "qwen2.rope.dimension_count"]), anything)
+def test_any_value_at_any_key_of_gguf_metadata_is_read_or_refused(key, value):
+    """C7: nothing but a UserError may come out."""
+    try:
+        assert isinstance(model_config_from_gguf({**GGUF, key: value}, SHAPES), ModelConfig)
+    except UserError:
+        return
