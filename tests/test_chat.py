@@ -1,6 +1,5 @@
 """Chat templates: equal to transformers, in a sandbox, with clear errors."""
 
-import time
 from typing import Any
 
 import pytest
@@ -247,10 +246,8 @@ def test_a_hostile_template_stays_in_the_sandbox(template: str) -> None:
 )
 def test_a_template_that_runs_on_is_cut(template: str) -> None:
     """Case O4: loops, calls, products and output are bounded; range(10**9) is refused by jinja's MAX_RANGE."""
-    start = time.monotonic()
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"MAX_RANGE|steps|multiplication|power|characters|Recursion"):
         render_chat(template, USER, TOKENIZER, tree=[1, 2])
-    assert time.monotonic() - start < chat.MAX_SECONDS + 10
 
 
 def test_slow_steps_are_cut_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

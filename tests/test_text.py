@@ -174,6 +174,13 @@ def test_text_that_may_become_a_stop_string_is_held_back_and_released() -> None:
     assert text.stopped
 
 
+def test_nothing_is_held_back_once_a_stop_string_is_complete() -> None:
+    """Case B1: "aba" ends as it begins; its last letter is no new beginning."""
+    text = TextStream(BYTE_LEVEL, ["aba"])
+    assert [text.push(i) for i in single("xyaba")][-1]
+    assert text.take() == "xy"
+
+
 def test_overlapping_beginnings_do_not_hide_a_stop_string() -> None:
     """Case B1: a search that starts anew after a mismatch misses "aab" in "aaab"."""
     assert stream(BYTE_LEVEL, single("xaaab"), ["aab"], ())[0] == "xa"

@@ -16,6 +16,7 @@ TEXTS = [
     "Hello world",
     "The quick brown fox jumps over the lazy dog.",
     "don't I'll we've you're he'd it's I'm DON'T I'LL WE'VE 'tis ''s 'S",
+    "it'Sabc IT'LLxyz he'Dog I'mine o'reilly they'Rex",
     "def f(x, *args):\n    if x != 0:\n        return x**2  # square\n\treturn None\n",
     "for (int i = 0; i < n; ++i) { a[i] += b[i] << 2; }\r\n\r\n",
     "a 123 45.67 x2 1,000,000 2024-12-31 007 1e-5 0xFF",
@@ -43,13 +44,15 @@ USER_DEFINED = ["<think>", "</think>", "<tool_call>"]
 
 @functools.cache
 def _trained() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Tokens and merges of a byte-level BPE over TEXTS that lets words hold digits, so that splits show."""
+    """Tokens and merges of a byte-level BPE whose merges cross words, digits and lines, so that every split shows."""
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=800, min_frequency=1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=2000, min_frequency=1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator([*TEXTS, *(t.lower() for t in TEXTS), "123 1234 12345 999 22 333 4444"], trainer)
+    pieces = [text[i : i + 6] for text in TEXTS for i in range(0, len(text), 2)]
+    numbers = ["123", "45", "12345", "123", "1234"] * 9
+    backend.train_from_iterator([*pieces, *(piece.lower() for piece in pieces), *numbers], trainer)
     vocab = backend.get_vocab()
     merges = json.loads(backend.to_str())["model"]["merges"]
     return tuple(sorted(vocab, key=vocab.__getitem__)), tuple(" ".join(merge) for merge in merges)
