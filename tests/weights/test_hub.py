@@ -1,0 +1,152 @@
+"""Repositories of the hub, fetched by huggingface_hub from a stand-in on this machine."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from makefiles import HF_CONFIG, random_tensors, target_shapes, write_folder, write_gguf
+
+COMMIT = "a" * 40
+
+
+class Hub:
+    """Serves ``repos[name][file] -> bytes`` in the hub's way, and remembers which files were asked for."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.fetched: list[str] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.answer(self, with_body=True)
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, with_body=False)
+
+            def log_message(self, *args) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.thread.start()
+
+    def answer(self, request: BaseHTTPRequestHandler, with_body: bool) -> None:
+        parts = request.path.partition("?")[0].strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        repo, rest = "/".join(parts[2:4] if is_api else parts[:2]), parts[4 if is_api else 2 :]
+        files = self.repos.get(repo)
+        headers = {"X-Repo-Commit": COMMIT}
+        if files is None or (len(rest) > 1 and rest[1] not in ("main", "v2", COMMIT)):
+            headers["X-Error-Code"] = "RepoNotFound" if files is None else "RevisionNotFound"
+            status, body = 404, b"{}"
+        elif is_api and rest[:1] == ["tree"]:
+            status, body = 200, json.dumps([
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in files.items()
+            ]).encode()  # fmt: skip
+        elif is_api:
+            siblings = [{"rfilename": name} for name in files]
+            status, body = 200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode()
+        elif "/".join(rest[2:]) in files:
+            name = "/".join(rest[2:])
+            status, body = 200, files[name]
+            headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
+            if with_body:
+                self.fetched.append(name)
+        else:
+            headers["X-Error-Code"] = "EntryNotFound"
+            status, body = 404, b""
+        request.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            request.send_header(key, value)
+        request.end_headers()
+        if with_body:
+            request.wfile.write(body)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[Hub]:
+    hub = Hub()
+    folder = write_folder(tmp_path / "made", random_tensors(target_shapes()), HF_CONFIG, shards=2)
+    model = {path.name: path.read_bytes() for path in folder.iterdir()}
+    gguf = write_gguf(tmp_path / "x.gguf").read_bytes()
+    hub.repos["org/model"] = {
+        **model, "tokenizer.json": b"{}", "pytorch_model.bin": b"\x80", "README.md": b"",
+        "onnx/model.safetensors": b"x", "consolidated.safetensors": b"x", "modeling_x.py": b"raise SystemExit",
+    }  # fmt: skip
+    hub.repos["org/one"] = {"model-Q8_0.gguf": gguf, "README.md": b""}
+    hub.repos["org/many"] = {"m-Q4_K_M.gguf": gguf, "m-Q8_0.gguf": gguf, "s-00001-of-00002.gguf": gguf}
+    hub.repos["org/pickles"] = {"config.json": b"{}", "pytorch_model.bin": b"\x80"}
+    yield hub
+    hub.close()
+
+
+def ask(hub_url: str, home: Path, *specs: str) -> list[str]:
+    """What ``open_checkpoint`` says for each spec, in a process that knows only this hub."""
+    code = (
+        "import sys\n"
+        "from lampejo.errors import UserError\n"
+        "from lampejo.weights.checkpoint import open_checkpoint\n"
+        "for spec in sys.argv[1:]:\n"
+        "    try:\n"
+        "        with open_checkpoint(spec) as c: print('OPEN', c.name, c.format, len(c.tensor_names()), c.path)\n"
+        "    except UserError as error: print('ERROR', error)\n"
+    )
+    environment = {
+        **os.environ, "HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, *specs], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_repository_is_fetched_once_and_without_pickles_or_code(hub, tmp_path):
+    """O4, and bad input: afterwards it opens without a network too."""
+    home = tmp_path / "home"
+    online = ask(hub.url, home, "org/model", "org/model@v2", "org/one", "org/many:m-Q8_0.gguf")
+    assert online[0].startswith("OPEN org/model safetensors 20 ") and online[1].startswith("OPEN org/model safetensors")
+    assert online[2].startswith("OPEN org/one gguf 20") and online[3].startswith("OPEN m-Q8_0 gguf 20")
+    assert set(hub.fetched) == {
+        "config.json", "tokenizer.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors", "model-Q8_0.gguf", "m-Q8_0.gguf",
+    }  # fmt: skip
+    hub.fetched.clear()
+    assert ask(hub.url, home, "org/model")[0] == online[0] and hub.fetched == []
+    offline = ask(
+        "http://127.0.0.1:9", home, "org/model", "org/one", "org/many:m-Q8_0.gguf", "org/other", "org/x:y.gguf"
+    )
+    assert offline[:3] == [online[0], online[2], online[3]]
+    assert "Missing config.json, tokenizer.json and *.safetensors of org/other" in offline[3]
+    assert "hf download org/other --local-dir" in offline[3]
+    assert "Missing y.gguf of org/x" in offline[4]
+
+
+def test_what_a_repository_lacks_is_told_with_a_remedy(hub, tmp_path):
+    """Bad input: unknown names, several GGUF files, parts of one, pickles only."""
+    answers = ask(
+        hub.url, tmp_path / "home", "org/nothing", "org/model@v9", "org/many", "org/many:no.gguf",
+        "org/many:s-00001-of-00002.gguf", "org/pickles",
+    )  # fmt: skip
+    expected = [
+        "'org/nothing' is neither a local path nor a repository", "no revision 'v9'",
+        "org/many has 3 GGUF files. Name one: org/many:m-Q4_K_M.gguf", "has no file 'no.gguf'", "part of a split GGUF",
+        "never loads pickles",
+    ]  # fmt: skip
+    assert all(answer.startswith("ERROR") for answer in answers)
+    assert [text for text, answer in zip(expected, answers, strict=True) if text not in answer] == []
+    assert hub.fetched == []
