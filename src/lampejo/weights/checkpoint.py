@@ -70,7 +70,7 @@ class Checkpoint:
                 raise damaged(self.path, f"its rope_freqs.weight has the shape {list(shape)}")
             factors = file.read("rope_freqs.weight").flatten().tolist()
         self.config = model_config_from_gguf(file.metadata, shapes, factors)
-        self._names = {}
+        self._names: dict[str, str] = {}
         for name in file.tensors:
             if hf_name(name) in self._names:
                 raise damaged(self.path, f"it has {hf_name(name)!r} twice")
