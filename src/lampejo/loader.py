@@ -1,7 +1,7 @@
 """From names to a ready runner: checkpoint, weights, tokenizer, drafter."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,12 @@ def load_model(
             load_s=time.perf_counter() - started,
         )
     return loaded, config
+
+
+def without_drafts(loaded: Loaded) -> Loaded:
+    """The same parts for plain decoding. Its engine shares memory with others of ``loaded``: one at a time."""
+    info = {**loaded.info, "drafter": "none", "drafters": []}
+    return replace(loaded, speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)), info=info)
 
 
 def load_target(checkpoint: Checkpoint) -> Llama:

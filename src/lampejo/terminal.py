@@ -1,0 +1,120 @@
+"""What people see in a terminal: colours by origin, the statistics line, texts side by side."""
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from lampejo.api import Completion
+
+# Who proposed a token -> its name for people, its colour (SGR code), and the marks that stand in for colour.
+ORIGINS = {
+    "dflash": ("DFlash", "32", "[", "]"),
+    "ngram": ("n-gram", "36", "{", "}"),
+    "target": ("target", "", "", ""),
+}
+
+
+def wants_color(choice: str, stream: TextIO) -> bool:
+    """``choice`` is always, never, or auto: a terminal that has not been asked for less (NO_COLOR, TERM=dumb)."""
+    if choice != "auto":
+        return choice == "always"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def printable(text: str) -> str:
+    """Text of a model for a terminal: control characters, which could move the cursor and more, become U+FFFD."""
+    return "".join("\ufffd" if (c < " " and c not in "\n\t") or "\x7f" <= c <= "\x9f" else c for c in text)
+
+
+class OriginPainter:
+    """Shows by whom each piece of a text was proposed: in colour, or with brackets where there is none."""
+
+    def __init__(self, color: bool) -> None:
+        self.color = color
+        self._open = "target"  # whose bracket is open
+
+    def legend(self) -> str:
+        return "tokens by origin: " + "  ".join(self.paint(name, label) for label, (name, *_) in ORIGINS.items())
+
+    def paint(self, text: str, origin: str) -> str:
+        """``text`` as it stands, painted on its own."""
+        _, code, left, right = ORIGINS[origin]
+        if self.color:
+            return f"\x1b[{code}m{text}\x1b[0m" if code and text else text
+        return left + text + right
+
+    def next(self, text: str, origin: str) -> str:
+        """The next piece of a running text; neighbours of one origin share a pair of brackets."""
+        if self.color or not text:
+            return self.paint(text, origin) if text else ""
+        marks = "" if origin == self._open else ORIGINS[self._open][3] + ORIGINS[origin][2]
+        self._open = origin
+        return marks + text
+
+    def end(self) -> str:
+        """Closes an open bracket."""
+        return "" if self.color else self.next("\0", "target")[:-1]
+
+
+def drafting_mode(info: Mapping[str, Any]) -> str:
+    """The effective mode, from ``LLM.info``: who drafts, and how wide."""
+    names = [info["drafter"] if name == "dflash" else name for name in info["drafters"]]
+    if not names:
+        return "plain decoding"
+    return f"drafts by {' + '.join(names)}, width {info['width']}"
+
+
+def statistics_line(completion: Completion, info: Mapping[str, Any]) -> str:
+    """Tokens, speed, acceptance and the effective mode of one answer."""
+    speed, first = completion.timings["tok_per_s"], completion.timings["first_token_s"]
+    parts = [f"{len(completion.ids)} tokens ({completion.finish_reason}), {speed:.1f} tok/s, first after {first:.2f} s"]
+    parts += [acceptance(completion.speculation)] if info["drafters"] else []
+    return "; ".join([*parts, drafting_mode(info)])
+
+
+def acceptance(speculation: Mapping[str, Any]) -> str:
+    """The statistics of speculation in words; says so when nothing was drafted."""
+    if not speculation["num_spec_steps"]:
+        return "no drafts were verified"
+    return (
+        f"acceptance length {speculation['mean_acceptance_length']:.2f} over {speculation['num_spec_steps']} steps"
+        f" with drafts, {speculation['num_accepted_draft_tokens']} of {speculation['num_draft_tokens']} drafts accepted"
+    )
+
+
+def side_by_side(left: str, right: str, width: int) -> str:
+    """Two texts in two columns that fill ``width`` together."""
+    column = max(20, (width - 3) // 2)
+    columns = [_wrapped(printable(text).expandtabs(4), column) for text in (left, right)]
+    height = max(map(len, columns))
+    padded = [lines + [""] * (height - len(lines)) for lines in columns]
+    return "\n".join(f"{a:<{column}} | {b}".rstrip() for a, b in zip(*padded, strict=True))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines: list[str] = []
+    for line in text.strip("\n").split("\n"):
+        lines += textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False) or [""]
+    return lines
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Shows on a terminal what is being waited for, and takes it away again."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"\r{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print(f"\r{' ' * (len(text) + 4)}\r", end="", file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Label and value, aligned."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
