@@ -55,38 +55,41 @@ class Scheduler:
     def schedule(self, widths: Callable[[Sequence[Request]], Sequence[int]]) -> list[ScheduledRow]:
         """Plans a step. ``widths`` tells, for the decoding rows, how many drafts are wanted for each."""
         decoding = [request for request in self.running if request.num_uncomputed == 1]
-        wanted = dict(zip((request.id for request in decoding), widths(decoding), strict=True))
-        # Every decoding row has its anchor; drafts share what the budget leaves beyond that.
-        draft_budget = self.token_budget - len(decoding)
-        plan: list[ScheduledRow] = []
-        prefill: list[Request] = []
-        for request in list(self.running):
-            if request not in self.running:  # preempted by an older row of this loop
-                continue
-            if request.id not in wanted:
-                prefill.append(request)
-                continue
-            width = max(0, min(wanted[request.id], self._most_drafts(request), draft_budget))
-            width = self._reserve(request, 1, width)
-            if width is not None:
-                draft_budget -= width
-                plan.append(ScheduledRow(request, 1, width))
-        budget = draft_budget
-        for request in prefill:
-            if budget > 0 and request in self.running:
-                num_known = min(request.num_uncomputed, budget)
-                if self._reserve(request, num_known, 0) is not None:
-                    plan.append(ScheduledRow(request, num_known, 0))
-                    budget -= num_known
-        # A prefilling row may have preempted a row that was planned before it.
-        plan = [row for row in plan if row.request in self.running]
+        prefilling = [request for request in self.running if request.num_uncomputed > 1]
+        # Tokens: every decoding row has its anchor. What that leaves is for drafts, or half of it while a prompt could
+        # use the rest: drafts must not starve it.
+        budget = draft_budget = self.token_budget - len(decoding)
+        if prefilling or (self.waiting and len(self.running) < self.max_rows):
+            draft_budget //= 2
+        drafts: dict[int, int] = {}  # by request id, as the next one
+        for request, wanted in zip(decoding, widths(decoding), strict=True):
+            width = max(0, min(wanted, self._most_drafts(request), draft_budget))
+            drafts[request.id] = width
+            draft_budget -= width
+            budget -= width
+        # Pages: for the anchors, then for the chunks of prompts, whoever has to make room for them.
+        known: dict[int, int] = {}
+        for request in decoding:
+            if request in self.running and self._reserve(request, 1):
+                known[request.id] = 1
+        for request in prefilling:
+            num_known = min(request.num_uncomputed, budget)
+            if num_known and request in self.running and self._reserve(request, num_known):
+                known[request.id] = num_known
+                budget -= num_known
+        # Nobody is preempted for drafts, which come last, nor for a request that has no row yet.
+        plan = [
+            ScheduledRow(request, known[request.id], self._reserve_drafts(request, drafts.get(request.id, 0)))
+            for request in self.running
+            if request.id in known
+        ]
         while self.waiting and len(self.running) < self.max_rows and budget > 0:
             request = self.waiting[0]
-            num_known = self._admit(request, budget)
-            if num_known is None:
+            chunk = self._admit(request, budget)
+            if chunk is None:
                 break
-            plan.append(ScheduledRow(request, num_known, 0))
-            budget -= num_known
+            plan.append(ScheduledRow(request, chunk, 0))
+            budget -= chunk
         return plan
 
     def committed(self, request: Request) -> None:
@@ -104,19 +107,21 @@ class Scheduler:
         needed = -(-(request.num_computed + num_tokens) // self.pool.page_size)
         return max(0, needed - len(request.pages))
 
-    def _reserve(self, request: Request, num_known: int, width: int) -> int | None:
-        """Pages for the tokens; drafts are given up before anyone is preempted. Returns the width that fits, or None
-        if the request itself had to be preempted."""
-        pages = self.pool.allocate(self._pages_missing(request, num_known + width))
-        if pages is None and width > 0:
-            width = 0
-            pages = self.pool.allocate(self._pages_missing(request, num_known))
-        while pages is None:
+    def _reserve(self, request: Request, num_known: int) -> bool:
+        """Pages for the next committed tokens; False if the request itself had to be preempted."""
+        while (pages := self.pool.allocate(self._pages_missing(request, num_known))) is None:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
-                return None
-            pages = self.pool.allocate(self._pages_missing(request, num_known))
+                return False
+        request.pages += pages
+        return True
+
+    def _reserve_drafts(self, request: Request, width: int) -> int:
+        """Pages for drafts after a decoding row's anchor. Returns the width that fits."""
+        pages = self.pool.allocate(self._pages_missing(request, 1 + width)) if width else []
+        if pages is None:
+            return len(request.pages) * self.pool.page_size - request.num_computed - 1
         request.pages += pages
         return width
 
