@@ -1,8 +1,8 @@
 """Acceptance: the target's own choices, and how many drafts equal them. No cache, no model.
 
 A draft is accepted while it equals the token that the target chooses at that position; the first that differs is
-replaced by the target's choice, and after a wholly accepted block the target adds one of its own. So every committed token
-is the target's choice, and the output cannot depend on the drafts.
+replaced by the target's choice, and after a wholly accepted block the target adds one of its own. So every committed
+token is the target's choice, and the output cannot depend on the drafts.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class VerifyRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``ids``: the accepted drafts and one token of the target's own (the bonus token); ``logprobs`` one each or none."""
+    """``ids``: the accepted drafts and the bonus token, the target's own; ``logprobs``: one each, or none."""
 
     ids: list[int]
     num_accepted: int

@@ -164,7 +164,9 @@ class LLM:
         async for chunk in self._achunks(self.make_request(prompt, **params)):
             yield chunk
 
-    def make_request(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None, **params: Any) -> Request:
+    def make_request(
+        self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None, **params: Any
+    ) -> Request:
         """Checks everything about a request before any work; ``UserError`` names what is wrong."""
         unknown = [name for name in params if name not in _SAMPLING_NAMES + _STOP_NAMES]
         if unknown:
@@ -188,7 +190,7 @@ class LLM:
             raise UserError("The prompt is empty.", "Give at least one word.")
         if len(prompt_ids) >= self.max_context:
             raise UserError(
-                f"The prompt has {len(prompt_ids)} tokens; the context of {self.max_context} leaves no room for an answer.",
+                f"The prompt has {len(prompt_ids)} tokens, which leaves no room in the context of {self.max_context}.",
                 "Shorten the prompt, or load the model with a larger context.",
             )
         continued = prompt_ids if isinstance(prompt, str) else ()

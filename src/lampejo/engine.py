@@ -1,4 +1,4 @@
-"""The one decode loop. Plain decoding is width 0, prefill is the verification of known tokens: there is no second path."""
+"""The one decode loop. Plain decoding is width 0, prefill verifies known tokens: there is no second path."""
 
 import time
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ Outbox = SyncOutbox | AsyncOutbox
 
 
 class Frontend:
-    """Owns the engine and the one thread that touches it. ``submit``, ``abort`` and ``close`` may be called anywhere."""
+    """Owns the engine and the one thread that touches it. ``submit``, ``abort``, ``close`` may be called anywhere."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

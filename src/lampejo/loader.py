@@ -75,7 +75,7 @@ def load_model(
             runner=runner,
             speculator=speculator,
             tokenizer=tokenizer,
-            chat_template=checkpoint.chat_template or tokenizer.chat_template,
+            chat_template=checkpoint.chat_template,
             generation_defaults=checkpoint.generation_defaults,
             eos_ids=checkpoint.eos_ids or tokenizer.eos_ids,
             info=info,
@@ -133,7 +133,7 @@ def _load_drafter(
             )
         if place is None:
             return "ngram (no DFlash drafter is known for this model)", None
-    config, tensors = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids)
+    config, tensors = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids, checkpoint.eos_ids)
     return Path(str(place)).name, build_drafter(config, tensors)
 
 

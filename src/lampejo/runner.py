@@ -105,9 +105,9 @@ class Runner:
                 self.context_cache.read(layer, request.pages, 0 if window is None else max(0, a - window + 1), a)
                 for request, a in zip(requests, anchors, strict=True)
             ]
-            blocks = (x.view(num_rows, block, *x.shape[1:]) for x in (q, k, v))
+            q, k, v = (x.view(num_rows, block, *x.shape[1:]) for x in (q, k, v))
             keys, values = [c[0] for c in context], [c[1] for c in context]
-            return ops.block_attention(*blocks, keys, values, config.causal[layer], window).flatten(0, 1)
+            return ops.block_attention(q, k, v, keys, values, config.causal[layer], window).flatten(0, 1)
 
         hidden = self.drafter(self.target.embed(ids.flatten()), positions.flatten(), attend)
         hidden = hidden.view(num_rows, block, -1)[:, 1 : num_slots + 1]  # row i predicts the token at row i
@@ -132,4 +132,3 @@ class Runner:
             previous = self.draft_token_ids[scores.argmax(-1)]
             chosen.append(previous)
         return torch.stack(chosen, dim=1)
-

@@ -1,8 +1,9 @@
 """How the token at a position is chosen from the target's logits.
 
 The token at absolute position p is a pure function of the logits at p, the request's parameters, its seed, the tokens
-before p, and p itself (design principle 2). Temperature 0 is argmax. Above 0 it is Gumbel-max with noise that depends on
-nothing but (seed, p, token id), so it does not matter in which step, at which slot, or beside whom a token is chosen.
+before p, and p itself (design principle 2). Temperature 0 is argmax. Above 0 it is Gumbel-max with noise that depends
+on nothing but (seed, p, token id), so it does not matter in which step, at which slot, or beside whom a token is
+chosen.
 A drafter that uses the same noise is coupled to the target (Daliri, Musco, Suresh, arXiv 2408.07978).
 
 Order of the logit processors: penalties, logit bias, min_tokens mask, temperature, top_k, top_p, min_p, noise.
@@ -64,9 +65,7 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def check_number(
-    name: str, value: float, low: float, high: float, whole: bool = False, above: bool = False
-) -> None:
+def check_number(name: str, value: float, low: float, high: float, whole: bool = False, above: bool = False) -> None:
     """Refuses what is not a finite number from low to high (from just above low, with ``above``)."""
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
@@ -164,7 +163,7 @@ def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: S
 
 
 def keep_likely(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """top_k, then top_p (arXiv 1904.09751), then min_p (arXiv 2407.01082): what falls out becomes -inf. scores [N, V]."""
+    """top_k, top_p (arXiv 1904.09751) and min_p (arXiv 2407.01082) in turn: what falls out becomes -inf. [N, V]."""
     if 0 < params.top_k < scores.shape[-1]:
         least = scores.topk(params.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least, -math.inf)

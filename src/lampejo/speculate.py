@@ -57,9 +57,7 @@ class NgramDrafter:
         return NGRAM_MAX_WIDTH if index.match_len >= self.min_match else 0
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
-        return [
-            self._indices[request.id].propose(width) for request, width in zip(requests, widths, strict=True)
-        ]
+        return [self._indices[request.id].propose(width) for request, width in zip(requests, widths, strict=True)]
 
     def observe(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
         """The index reads committed tokens from the request itself, when it is asked next."""
@@ -138,7 +136,12 @@ class Speculator:
         return drafter.name if drafter else "none"
 
     def observe(
-        self, batch: Batch, taps: torch.Tensor, verdicts: Sequence[Verdict], num_committed: Sequence[int], seconds: float
+        self,
+        batch: Batch,
+        taps: torch.Tensor,
+        verdicts: Sequence[Verdict],
+        num_committed: Sequence[int],
+        seconds: float,
     ) -> None:
         """Learns from a step: context of the drafters, acceptance, and ``seconds`` that verification took."""
         for drafter in self.drafters:

@@ -11,6 +11,8 @@ bias from the token before the slot, so that drafting goes through the slots in 
 Shape legend: T tokens, R rows, B block length, H hidden, Q query heads, G key/value heads, D head size, V draft ids.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -69,6 +71,8 @@ class MarkovHead(nn.Module):
 
 
 class DFlash(nn.Module):
+    draft_token_ids: torch.Tensor  # [draft_vocab_size], only with a draft vocabulary
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
@@ -90,7 +94,7 @@ class DFlash(nn.Module):
     def context_key_values(self, ctx: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """ctx [T, H] at its true positions [T] -> per layer k, v [T, G, D]."""
         rotation = self.rope(positions)
-        return [layer.self_attn.key_value(ctx, rotation) for layer in self.layers]
+        return [cast(Layer, layer).self_attn.key_value(ctx, rotation) for layer in self.layers]
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Embedded blocks, flat. x [R * B, H], positions [R * B] -> normed hidden states [R * B, H]."""

@@ -22,7 +22,7 @@ class Linear(nn.Module):
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
+        self.weight: torch.Tensor = nn.Parameter(torch.empty(num_out, num_in))
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,8 @@ def _scaled_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
     low = max(math.floor(rotations_dim(config.beta_fast)), 0)
     high = min(math.ceil(rotations_dim(config.beta_slow)), head_dim - 1)
     ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = base / config.factor * ramp + base * (1 - ramp)
+    kept, stretched = 1 - ramp, 1.0 / (config.factor * config.theta**exponent)
+    frequencies = stretched * (1 - kept) + base * kept  # to the last bit: it counts at position 100,000
     scale = config.attention_factor
     if scale is None:
         scale = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0

@@ -5,8 +5,9 @@ G key/value heads, D head size, P pages, S page size.
 
 **Row invariance** (design principle 3): on a CPU in fp32 a token's result is bit-identical whether it is computed alone
 or beside others. BLAS libraries choose their kernel, and so their order of summation, by the number of rows when there
-are few; so no matrix product here has fewer than ``ROW_TILE`` rows, and attention walks the keys in chunks of fixed size
-at fixed positions, where a chunk that a row may not see changes nothing, not even a last bit. ``tests/ops`` checks it.
+are few; so no matrix product here has fewer than ``ROW_TILE`` rows, and attention walks the keys in chunks of fixed
+size at fixed positions, where a chunk that a row may not see changes nothing, not even a last bit. ``tests/ops`` checks
+it.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ HIDDEN_SCORE = -1e30  # finite, so that a difference of two hidden scores is no 
 class Segment:
     """The tokens of one row in a flat batch.
 
-    ``start`` is the first index in the batch, ``length`` the number of tokens, ``position`` the absolute position of the
-    first of them, ``pages`` the row's page table; keys are visible up to and including a token's own position.
+    ``start`` is the first index in the batch, ``length`` the number of tokens, ``position`` the absolute position of
+    the first of them, ``pages`` the row's page table; keys are visible up to and including a token's own position.
     """
 
     start: int
@@ -90,7 +91,7 @@ def paged_attention(
 
 
 def _key_chunks(cache: torch.Tensor, pages: Sequence[int], num_keys: int) -> torch.Tensor:
-    """The first ``num_keys`` positions of a row, as chunks of fixed size, zero past the end: [chunks, G, KEY_CHUNK, D]."""
+    """A row's first ``num_keys`` positions, in chunks of fixed size, zero past the end: [chunks, G, KEY_CHUNK, D]."""
     page_size, num_kv, head_dim = cache.shape[1:]
     num_chunks = -(-num_keys // KEY_CHUNK)
     needed = list(pages[: -(-num_keys // page_size)])
@@ -138,9 +139,9 @@ def block_attention(
     """Attention of a drafter's blocks over [context ; block] (arXiv 2602.06036, section 3).
 
     q [R, B, Q, D]; k, v [R, B, G, D]; context_k, context_v: R tensors [C_r, G, D], the positions up to each block's
-    anchor (those that its window can reach suffice). Block rows see all of the context and the whole block in both directions; ``causal`` hides later block
-    rows, ``window`` hides what is ``window`` or more positions away. Drafts never decide the output, so this one
-    need not be row-invariant.
+    anchor (those that its window can reach suffice). Block rows see all of the context and the whole block in both
+    directions; ``causal`` hides later block rows, ``window`` hides what is ``window`` or more positions away. Drafts
+    never decide the output, so this one need not be row-invariant.
     """
     num_rows, block = q.shape[:2]
     outs = []
