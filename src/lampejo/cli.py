@@ -1,17 +1,22 @@
-"""The command line: flags into a dataclass, then one call. ``docs/cli.md`` is the printed help of every command."""
+"""The command line: flags into a dataclass, then one call. ``docs/cli.md`` is the printed help of every command.
+
+No torch is imported before a command needs it: ``--help`` and mistakes in flags are answered at once.
+"""
 
 import argparse
 import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
-from lampejo.cli_flags import add_answer_flags, add_model_flags, answer_params, model_options
-from lampejo.cli_generate import GenerateOptions, compare, generate
+from lampejo import __version__
+from lampejo.cli_flags import add_answer_flags, add_model_flags
 from lampejo.errors import UserError
+from lampejo.weights.aliases import ALIASES
 
 INTERRUPTED, BROKEN_PIPE, USER_MISTAKE = 130, 141, 2  # exit codes; the first two are 128 and the signal's number
+COLORS = ("always", "auto", "never")
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,14 +25,25 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[:1].upper()}{message[1:].rstrip('.')}.", f"See '{self.prog} --help'.")
 
-    def refuse_unknown(self, unknown: Sequence[str]) -> None:
-        for argument in unknown:
-            flag = argument.partition("=")[0]
-            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            if flag.startswith("-"):
-                remedy = f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'."
-                raise UserError(f"Unknown flag {flag}.", remedy)
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """``parse_args``; a flag that is not known is answered with the one that was probably meant."""
+        if argv and argv[0].startswith("-") and argv[0] not in self._option_string_actions:
+            raise UserError(f"Unknown flag {argv[0]} before the command.", f"See '{self.prog} --help'.")
+        parsed, unknown = self.parse_known_args(argv)
+        if unknown:
+            parsed.parser.refuse(unknown[0])
+        return parsed
+
+    def refuse(self, argument: str) -> NoReturn:
+        """``argument`` belongs to nothing that this command knows."""
+        if not argument.startswith("-"):
             raise UserError(f"{argument!r} is one argument too many.", "Put a text with spaces between quotes.")
+        flag = argument.partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        raise UserError(f"Unknown flag {flag}.", f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'.")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def make_parser() -> Parser:
@@ -35,18 +51,21 @@ def make_parser() -> Parser:
         prog="lampejo",
         usage="lampejo COMMAND ...",
         description="Open language models several times faster, with exactly the same output.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""Try: lampejo generate "Write a haiku about the sea". More: lampejo COMMAND --help.""",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"lampejo {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog="lampejo")
     _add_generate(commands)
+    _add_chat(commands)
+    _add_pull(commands)
+    _add_inspect(commands)
     return parser
 
 
-def _add_command(
-    commands: "argparse._SubParsersAction[Parser]", name: str, usage: str, text: str, epilog: str
-) -> Parser:
-    return commands.add_parser(
+def _add_command(commands: Commands, name: str, usage: str, text: str, epilog: str) -> Parser:
+    """A command with its help; the usage line is written out, since argparse would list every flag in it."""
+    parser = commands.add_parser(
         name,
         help=text,
         usage=f"lampejo {name} {usage}",
@@ -55,6 +74,8 @@ def _add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 GENERATE_EXAMPLES = """examples:
@@ -67,7 +88,7 @@ GENERATE_EXAMPLES = """examples:
 """
 
 
-def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
+def _add_generate(commands: Commands) -> None:
     parser = _add_command(commands, "generate", "[flags] PROMPT", "answer one prompt", GENERATE_EXAMPLES)
     parser.set_defaults(run=_generate)
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
@@ -79,19 +100,19 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     group.add_argument(
         "--compare", action="store_true", help="answer plain and with drafts; exit code 1 if they differ"
     )
-    group.add_argument(
-        "--color", choices=["always", "auto", "never"], default="auto", help="of --show-drafts (default: auto)"
-    )
+    group.add_argument("--color", choices=COLORS, default="auto", help="colours of --show-drafts (default: auto)")
     add_model_flags(parser)
     add_answer_flags(parser)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    model, params = model_options(args), answer_params(args)
+    from lampejo.cli_generate import GenerateOptions, compare, generate
+    from lampejo.cli_options import answer_params, model_options
+
     options = GenerateOptions(
         text=_text(args.prompt),
-        model=model,
-        params=params,
+        model=model_options(args),
+        params=answer_params(args),
         system=args.system,
         raw=args.raw,
         as_json=args.json,
@@ -112,15 +133,78 @@ def _text(prompt: str) -> str:
     return prompt
 
 
+CHAT_EXAMPLES = """/help lists the chat's own commands. Ctrl-C stops an answer; at the prompt it ends the chat.
+
+examples:
+  lampejo chat
+  lampejo chat --system "You are a patient teacher" --temperature 0.7
+  lampejo chat --model qwen2.5-coder-1.5b --context 8192
+"""
+
+
+def _add_chat(commands: Commands) -> None:
+    parser = _add_command(commands, "chat", "[flags]", "talk with a model", CHAT_EXAMPLES)
+    parser.set_defaults(run=_chat)
+    parser.add_argument("--system", metavar="TEXT", help="a system message that stays before all turns")
+    add_model_flags(parser)
+    add_answer_flags(parser, with_logprobs=False)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from lampejo.chat_session import chat
+    from lampejo.cli_options import answer_params, model_options
+
+    return chat(model_options(args), answer_params(args), args.system)
+
+
+PULL_EXAMPLES = f"""What is there already is not fetched again; an interrupted pull goes on where it stopped.
+The cache is the folder LAMPEJO_CACHE, else this platform's own. Aliases: {", ".join(ALIASES)}.
+
+examples:
+  lampejo pull smollm2
+  lampejo pull Qwen/Qwen2.5-0.5B-Instruct
+  lampejo pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:qwen2.5-0.5b-instruct-q4_k_m.gguf
+"""
+
+
+def _add_pull(commands: Commands) -> None:
+    parser = _add_command(commands, "pull", "MODEL", "fetch a model into the cache", PULL_EXAMPLES)
+    parser.set_defaults(run=_pull)
+    parser.add_argument("model", metavar="MODEL", help="alias, org/name, org/name@revision or org/name:file.gguf")
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from lampejo.weights.store import pull
+
+    print(pull(args.model))
+    return 0
+
+
+INSPECT_EXAMPLES = """examples:
+  lampejo inspect smollm2
+  lampejo inspect --json ./my-model
+"""
+
+
+def _add_inspect(commands: Commands) -> None:
+    text = "tell what a model is: architecture, sizes, quantization, chat template, drafters"
+    parser = _add_command(commands, "inspect", "[flags] MODEL", text, INSPECT_EXAMPLES)
+    parser.set_defaults(run=_inspect)
+    parser.add_argument("model", metavar="MODEL", help="alias, org/name, folder or .gguf file; fetched if need be")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from lampejo.cli_inspect import inspect
+
+    return inspect(args.model, args.json)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. The user's mistakes become one line, without a traceback."""
     try:
-        parser = make_parser()
-        args, unknown = parser.parse_known_args(argv)
-        if unknown:
-            command = parser._subparsers._group_actions[0].choices[args.command]  # type: ignore[union-attr,index]
-            command.refuse_unknown(unknown)
-        code = args.run(args)
+        args = make_parser().parse(sys.argv[1:] if argv is None else argv)
+        code: int = args.run(args)
         sys.stdout.flush()
         return code
     except UserError as error:

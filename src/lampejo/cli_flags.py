@@ -1,65 +1,10 @@
-"""Flags into dataclasses: which model, which answers. Whatever can be refused without the model is refused here."""
+"""The flags that name a model and shape an answer, and their help. No torch here: ``--help`` answers at once."""
 
 import argparse
-from dataclasses import dataclass, fields
-from typing import Any
 
-from lampejo.api import LLM, load
-from lampejo.config import EngineConfig
-from lampejo.errors import UserError
-from lampejo.loader import Loaded, load_model
-from lampejo.request import StopParams
-from lampejo.sampling import SamplingParams, check_number
-from lampejo.terminal import status
 from lampejo.weights.aliases import DEFAULT
 
 DEFAULT_MAX_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Which model with which drafter, and how its engine runs. ``None`` leaves the choice to the engine."""
-
-    model: str = DEFAULT
-    drafter: str = "auto"
-    target_layer_ids: tuple[int, ...] | None = None
-    width: int | None = None
-    context: int | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.width is not None:
-            check_number("--width", self.width, 0, 1024, whole=True)
-        if self.context is not None:
-            check_number("--context", self.context, 2, 2**31, whole=True)
-        if self.threads is not None:
-            check_number("--threads", self.threads, 1, 4096, whole=True)
-        if self.drafter == "none" and self.width:
-            raise UserError("--width asks for drafts, --drafter none for none.", "Leave one of them out.")
-        if self.target_layer_ids is not None and self.drafter in ("none", "ngram"):
-            raise UserError(
-                f"--target-layer-ids says nothing to --drafter {self.drafter}.",
-                "Leave it out, or name a DFlash drafter.",
-            )
-
-    @property
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig(max_context=self.context, width=self.width)
-
-    def load(self) -> LLM:
-        with status(f"loading {self.model}"):
-            return load(
-                self.model,
-                self.drafter,
-                config=self.engine_config,
-                threads=self.threads,
-                target_layer_ids=self.target_layer_ids,
-            )
-
-    def load_parts(self) -> tuple[Loaded, EngineConfig]:
-        """For those who make more than one engine of them."""
-        with status(f"loading {self.model}"):
-            return load_model(self.model, self.drafter, self.engine_config, self.threads, self.target_layer_ids)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +13,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         default="auto",
-        help="auto (n-gram where the text repeats, else the DFlash drafter made for the model), none, ngram, dflash, or "
-        "the folder or repository of a DFlash drafter (default: auto)",
+        help="auto (n-gram where the text repeats, else the DFlash drafter made for the model), none, ngram, dflash, "
+        "or the folder or repository of a DFlash drafter (default: auto)",
     )
     group.add_argument(
         "--target-layer-ids", metavar="I,J,...", help="the drafter's taps, 0-based, for a drafter that does not tell"
@@ -79,25 +24,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
 
 
-def model_options(args: argparse.Namespace) -> ModelOptions:
-    return ModelOptions(
-        args.model, args.drafter, _whole_numbers(args.target_layer_ids), args.width, args.context, args.threads
-    )
-
-
-def _whole_numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--target-layer-ids is {text!r}.", "Give whole numbers with commas, like 1,9,17.") from None
-    for number in numbers:
-        check_number("--target-layer-ids entry", number, 0, 4096, whole=True)
-    return numbers
-
-
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+def add_answer_flags(parser: argparse.ArgumentParser, with_logprobs: bool = True) -> None:
     """One flag per field of ``SamplingParams`` and ``StopParams``, under the same name."""
     group = parser.add_argument_group("sampling", "What is not given comes from the model's generation_config.json.")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
@@ -111,7 +38,10 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--logit-bias", action="append", metavar="ID=X", help="add X (-100 to 100) to a token's logit; repeatable"
     )
-    group.add_argument("--logprobs", type=int, metavar="N", help="log probabilities and N alternatives; needs --json")
+    if with_logprobs:
+        group.add_argument(
+            "--logprobs", type=int, metavar="N", help="log probabilities and N alternatives; needs --json"
+        )
     group = parser.add_argument_group("end of the answer")
     group.add_argument(
         "--max-tokens",
@@ -124,27 +54,3 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end tokens")
-
-
-def answer_params(args: argparse.Namespace) -> dict[str, Any]:
-    """The given flags as keyword arguments of ``LLM.generate``; bad values are refused now, before any loading."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(_logit_bias(text) for text in given["logit_bias"])
-    if "stop_token_id" in given:
-        given["stop_token_ids"] = tuple(given["stop_token_id"])
-    if "stop" in given:
-        given["stop"] = tuple(given["stop"])
-    sampling = {f.name: given[f.name] for f in fields(SamplingParams) if f.name in given}
-    stops = {f.name: given[f.name] for f in fields(StopParams) if f.name in given}
-    SamplingParams(**sampling)
-    StopParams(**stops)
-    return sampling | stops
-
-
-def _logit_bias(text: str) -> tuple[int, float]:
-    token_id, _, value = text.partition("=")
-    try:
-        return int(token_id), float(value)
-    except ValueError:
-        raise UserError(f"--logit-bias is {text!r}.", "Give a token id and a number, like 198=-5.") from None

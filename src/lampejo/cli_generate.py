@@ -4,11 +4,11 @@ import json
 import secrets
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lampejo.api import LLM, Completion, Prompt
-from lampejo.cli_flags import ModelOptions
+from lampejo.cli_options import ModelOptions
 from lampejo.errors import UserError
 from lampejo.loader import without_drafts
 from lampejo.terminal import (
@@ -126,9 +126,7 @@ def as_object(completion: Completion, llm: LLM) -> dict[str, Any]:
 
 
 def _logprob(llm: LLM, token_id: int, logprob: float) -> dict[str, Any]:
-    piece = llm.tokenizer.piece(token_id)
-    token = piece.decode("utf-8", "replace") if isinstance(piece, bytes) else piece
-    return {"id": token_id, "token": token, "logprob": logprob}
+    return {"id": token_id, "token": llm.tokenizer.token_text(token_id).text, "logprob": logprob}
 
 
 def compare(options: GenerateOptions) -> int:

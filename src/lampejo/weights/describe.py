@@ -1,27 +1,56 @@
 """What ``lampejo inspect`` tells about a checkpoint."""
 
 import math
+from dataclasses import asdict
+from typing import Any
 
+from lampejo.models.config import ModelConfig
 from lampejo.weights.checkpoint import Checkpoint
 from lampejo.weights.drafters import find_drafter
 
 
+def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything as JSON can hold it; nothing is dequantised for it."""
+    files = [checkpoint.path] if checkpoint.path.is_file() else sorted(checkpoint.path.glob("*.safetensors"))
+    names = [name for name in checkpoint.tensor_names() if name != "rope_freqs.weight"]
+    drafter = find_drafter(checkpoint)
+    return {
+        "name": checkpoint.name,
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "num_bytes": sum(file.stat().st_size for file in files),
+        "num_parameters": sum(math.prod(checkpoint.info(name)[0]) for name in names),
+        "quantization": checkpoint.quantization,
+        "config": asdict(checkpoint.config),
+        "kv_bytes_per_token": kv_bytes_per_token(checkpoint.config),
+        "eos_ids": list(checkpoint.eos_ids),
+        "generation_defaults": checkpoint.generation_defaults,
+        "chat_template": checkpoint.chat_template,
+        "matching_drafters": [drafter.name] if drafter else [],
+    }
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    """Keys and values of all layers for one token, in fp32 as the reference operations keep them."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+
+
 def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Label and value, in the order of reading; nothing is dequantised for it."""
-    config = checkpoint.config
-    sizes = [math.prod(checkpoint.info(name)[0]) for name in checkpoint.tensor_names() if name != "rope_freqs.weight"]
+    """Label and value for people, in the order of reading."""
+    known, config = facts(checkpoint), checkpoint.config
     rope = f"theta {config.rope.theta:g}"
     if config.rope.kind != "default":
         rope += f", {config.rope.kind} x{config.rope.factor:g}"
     template = checkpoint.chat_template
     first_line = next((line.strip() for line in (template or "").splitlines() if line.strip()), "")
-    drafter = find_drafter(checkpoint)
+    kv_bytes = known["kv_bytes_per_token"]
     return [
         ("name", checkpoint.name),
         ("path", str(checkpoint.path)),
         ("format", checkpoint.format),
+        ("size", f"{known['num_bytes'] / 1e6:,.1f} MB"),
         ("architecture", config.architecture),
-        ("parameters", f"{sum(sizes):,}"),
+        ("parameters", f"{known['num_parameters']:,}"),
         ("quantization", checkpoint.quantization),
         ("layers", str(config.num_layers)),
         ("hidden size", str(config.hidden_size)),
@@ -29,9 +58,10 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("heads", f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} key/value"),
         ("vocabulary", f"{config.vocab_size} ({'tied' if config.tie_word_embeddings else 'untied'} head)"),
         ("context", str(config.max_context)),
+        ("keys and values", f"{kv_bytes:,} bytes per token, {kv_bytes * config.max_context / 1e6:,.0f} MB for it all"),
         ("RoPE", rope),
         ("end tokens", ", ".join(map(str, checkpoint.eos_ids)) or "none"),
         ("sampling defaults", ", ".join(f"{k} {v}" for k, v in checkpoint.generation_defaults.items()) or "none"),
         ("chat template", f"yes: {first_line[:80]}" if template else "no"),
-        ("matching drafters", f"{drafter.name} (in the package)" if drafter else "none in the package"),
+        ("matching drafters", ", ".join(known["matching_drafters"]) or "none in the package"),
     ]
