@@ -1,8 +1,10 @@
 """The engine's thread: requests go in through one inbox, deltas come out through each request's own outbox."""
 
 import asyncio
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from lampejo.engine import Engine
@@ -72,6 +74,7 @@ class Frontend:
                 raise RuntimeError("The engine has failed; load the model again.") from self.error
             if self._closed:
                 raise RuntimeError("The engine is closed.")
+            request.submitted_at = time.perf_counter()
             self._inbox.put(lambda: self._add(request, outbox))
 
     def abort(self, request: Request) -> None:
@@ -126,7 +129,8 @@ class Frontend:
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
-                command()
+                with contextlib.suppress(Exception):  # the engine may be in pieces; nobody waits for what it says now
+                    command()
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         self._put([(self._outboxes[d.request.id], d) for d in deltas])
@@ -143,7 +147,7 @@ class Frontend:
             else:
                 outbox.put(item)
         for loop, batch in by_loop.items():
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop was closed; its requests have no readers any more
                 loop.call_soon_threadsafe(_put_all, batch)
 
 
