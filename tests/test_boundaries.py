@@ -32,7 +32,7 @@ NUM_PROMPT = len(PROMPT)
 def complete(
     answer: Sequence[int], width: int, tokenizer: Any = None, **params: Any
 ) -> tuple[Completion, list[int], str]:
-    """The answer of a target that says ``answer``, drafted without a fault; the sizes of its blocks; its streamed text."""
+    """What comes of a target that says ``answer``, drafted without a fault; sizes of its blocks; the streamed text."""
     config = {"width": width, "max_rows": 2}
     with scripted_llm(answering(NUM_PROMPT, answer), [knowing(answer)], tokenizer, **config) as llm:
         chunks = list(llm.stream(PROMPT, logprobs=2, **params))

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -146,11 +146,9 @@ class LLM:
             raise
         return done[0] if single else done
 
-    def stream(self, prompt: Prompt, **params: Any) -> Iterator[Chunk]:
-        """The answer in pieces, as steps commit them. Closing the iterator aborts the request."""
-        request, outbox = self.make_request(prompt, **params), SyncOutbox()
-        self._frontend.submit(request, outbox)
-        return self._chunks(request, outbox)
+    def stream(self, prompt: Prompt, **params: Any) -> Generator[Chunk, None, None]:
+        """The answer in pieces, as steps commit them. Work begins with the first; closing the iterator aborts it."""
+        return self._stream(self.make_request(prompt, **params))
 
     async def agenerate(self, prompt: Prompt | Sequence[Prompt], **params: Any) -> Any:
         """``generate`` for a running event loop."""
@@ -159,10 +157,9 @@ class LLM:
         done = await asyncio.gather(*(self._agenerate(request) for request in requests))
         return done[0] if single else list(done)
 
-    async def astream(self, prompt: Prompt, **params: Any) -> AsyncIterator[Chunk]:
+    def astream(self, prompt: Prompt, **params: Any) -> AsyncGenerator[Chunk, None]:
         """``stream`` for a running event loop. Cancellation aborts the request."""
-        async for chunk in self._achunks(self.make_request(prompt, **params)):
-            yield chunk
+        return self._achunks(self.make_request(prompt, **params))
 
     def make_request(
         self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None, **params: Any
@@ -204,7 +201,12 @@ class LLM:
         text = render_chat(self.chat_template, prompt, self.tokenizer, **template_kwargs)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _chunks(self, request: Request, outbox: SyncOutbox) -> Iterator[Chunk]:
+    def _stream(self, request: Request) -> Generator[Chunk, None, None]:
+        outbox = SyncOutbox()
+        self._frontend.submit(request, outbox)
+        yield from self._chunks(request, outbox)
+
+    def _chunks(self, request: Request, outbox: SyncOutbox) -> Generator[Chunk, None, None]:
         progress = _Progress(request)
         try:
             for delta in outbox:
@@ -212,7 +214,7 @@ class LLM:
         finally:
             self._frontend.abort(request)
 
-    async def _achunks(self, request: Request) -> AsyncIterator[Chunk]:
+    async def _achunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
         outbox, progress = AsyncOutbox(asyncio.get_running_loop()), _Progress(request)
         self._frontend.submit(request, outbox)
         try:
@@ -262,7 +264,7 @@ def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return list(prompt), False  # type: ignore[arg-type]
 
 
-def _fold(chunks: Iterator[Chunk]) -> Completion:
+def _fold(chunks: Iterable[Chunk]) -> Completion:
     last = None
     for chunk in chunks:
         last = chunk.completion

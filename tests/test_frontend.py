@@ -1,0 +1,341 @@
+"""The engine's thread: aborts, fatal errors, closing, many callers. Whatever happens, nobody waits for ever."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lampejo.api import LLM
+from lampejo.frontend import AsyncOutbox, SyncOutbox
+from scripted import ids_of, random_target, scripted_llm
+from tiny import ScriptedDrafter
+
+PATIENCE = 20.0  # seconds after which a call counts as hanging
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+class Broken(Exception):
+    """What the scripted device fails with."""
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    a = ids_of("a")[0]
+    drafter = ScriptedDrafter(lambda request, width: [a] * width)
+    with scripted_llm(random_target(), [drafter], width=3, max_rows=4) as llm:
+        yield llm
+    assert not llm._frontend._thread.is_alive()
+
+
+def within_time(function: Callable[[], Any]) -> Any:
+    """The function's result or exception; fails instead of hanging."""
+    with_result: list[Any] = []
+
+    def call() -> None:
+        try:
+            with_result.append((function(), None))
+        except BaseException as error:
+            with_result.append((None, error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert with_result, "it hangs"
+    value, error = with_result[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether the condition comes true; the engine's thread needs a moment."""
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def is_idle(llm: LLM) -> bool:
+    pool, speculator = llm.engine.pool, llm.engine.speculator
+    return (
+        not llm.engine.has_work
+        and pool.num_free == pool.num_pages
+        and not llm._frontend._outboxes
+        and not speculator._chosen
+        and not speculator.controller._tracks
+    )
+
+
+def test_closing_a_stream_in_the_middle_frees_its_row_and_leaves_others_alone(llm):
+    """M6: a client goes away in the middle of a block; the rows beside it and those after it are answered right."""
+    expected = llm.generate("beside", **LONG).ids
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(llm.generate, "beside", **LONG)
+        for n in range(20):
+            stream = llm.stream(f"gone {n}", **LONG)
+            for _ in range(n % 4):
+                next(stream)
+            stream.close()
+        assert beside.result(PATIENCE).ids == expected
+    assert soon(lambda: is_idle(llm))
+    llm.engine.pool.check_integrity()
+    assert within_time(lambda: llm.generate("beside", **LONG)).ids == expected
+
+
+def test_a_stream_that_nobody_reads_does_no_work(llm):
+    """M6: closing an iterator that was never started cannot run its clean-up; so nothing is started before."""
+    for _ in range(3):
+        llm.stream("unread", **LONG)
+    llm.stream("closed unread", **LONG).close()
+    llm.generate("after", max_tokens=1)
+    assert llm.engine.runner.num_steps == 1
+    assert soon(lambda: is_idle(llm))
+
+
+def test_an_aborted_request_ends_with_reason_abort_and_no_more_deltas(llm):
+    request, outbox = llm.make_request("abort me", **LONG), SyncOutbox()
+    llm._frontend.submit(request, outbox)
+    first = within_time(lambda: next(iter(outbox)))
+    llm._frontend.abort(request)
+    llm._frontend.abort(request)
+    assert soon(lambda: is_idle(llm))
+    assert first.finish_reason is None
+    assert request.finish_reason == "abort"
+    num_output = request.num_output
+    llm.generate("others go on", max_tokens=3)
+    assert request.num_output == num_output < 400
+
+
+def test_a_request_may_be_aborted_while_it_waits_for_a_row(llm):
+    """M6: it was never scheduled; nothing of it stays in the queue."""
+    streams = [llm.stream(f"row {i}", **LONG) for i in range(4)]
+    for stream in streams:
+        next(stream)
+    request, outbox = llm.make_request("waiting", **LONG), SyncOutbox()
+    llm._frontend.submit(request, outbox)
+    llm._frontend.abort(request)
+    for stream in streams:
+        stream.close()
+    assert soon(lambda: is_idle(llm))
+    assert (request.finish_reason, request.num_cached, request.output_ids) == ("abort", None, [])
+
+
+def test_an_idle_engine_does_no_steps(llm):
+    """The thread waits for work; it does not spin."""
+    llm.generate("warm", max_tokens=2)
+    num_steps = llm.engine.runner.num_steps
+    cpu = time.process_time()
+    time.sleep(0.2)
+    assert llm.engine.runner.num_steps == num_steps
+    assert time.process_time() - cpu < 0.1
+
+
+def test_a_fatal_error_fails_all_present_and_future_requests_at_once(llm):
+    """O2: the running, the waiting, the asynchronous and the later ones; and nothing hangs."""
+    started = threading.Barrier(7)
+
+    def read(n: int) -> None:
+        for i, _ in enumerate(llm.stream(f"present {n}", **LONG)):
+            if i == 0 and n < 4:
+                started.wait(PATIENCE)
+
+    def generate() -> None:
+        started.wait(PATIENCE)
+        llm.generate("waiting", **LONG)
+
+    async def astream() -> None:
+        started.wait(PATIENCE)
+        async for _ in llm.astream("async", **LONG):
+            pass
+
+    with ThreadPoolExecutor(8) as pool:
+        present = [pool.submit(read, n) for n in range(4)]
+        present.append(pool.submit(generate))
+        present.append(pool.submit(lambda: asyncio.run(astream())))
+        started.wait(PATIENCE)
+        llm.engine.runner.failure = Broken("the device is gone")
+        for future in present:
+            with pytest.raises(Broken, match="the device is gone"):
+                future.result(PATIENCE)
+    for later in (lambda: llm.generate("later"), lambda: next(llm.stream("later"))):
+        with pytest.raises(RuntimeError, match="engine has failed") as caught:
+            within_time(later)
+        assert isinstance(caught.value.__cause__, Broken)
+    with pytest.raises(RuntimeError, match="engine has failed"):
+        asyncio.run(asyncio.wait_for(llm.agenerate("later"), PATIENCE))
+    assert isinstance(llm._frontend.error, Broken)
+    within_time(llm.close)
+
+
+def test_an_engine_too_broken_even_to_abort_still_fails_everybody(llm, monkeypatch):
+    """O2: what was asked during the last step is heard of too, whatever the engine says to it."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def verify(batch: Any) -> None:
+        entered.set()
+        go_on.wait(PATIENCE)
+        raise Broken("the device is gone")
+
+    def abort(request: Any) -> None:
+        raise AssertionError("too broken to abort")
+
+    monkeypatch.setattr(llm.engine.runner, "verify", verify)
+    monkeypatch.setattr(llm.engine, "abort", abort)
+    gone, (staying, late) = llm.make_request("gone"), [(llm.make_request(p), SyncOutbox()) for p in ("staying", "late")]
+    llm._frontend.submit(gone, SyncOutbox())
+    llm._frontend.submit(*staying)
+    assert entered.wait(PATIENCE)
+    llm._frontend.abort(gone)
+    llm._frontend.submit(*late)
+    go_on.set()
+    for _, outbox in (staying, late):
+        with pytest.raises(Broken):
+            within_time(lambda outbox=outbox: list(outbox))
+    assert isinstance(llm._frontend.error, Broken)
+
+
+def test_closing_while_requests_run_ends_them_with_an_error():
+    """Nobody is left waiting for an engine that is gone; closing twice is harmless."""
+    llm = scripted_llm(random_target(), max_rows=2)
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(llm.generate, f"prompt {i}", **LONG) for i in range(5)]
+        assert soon(lambda: llm.engine.runner.num_steps > 3)
+        within_time(llm.close)
+        within_time(llm.close)
+        for future in futures:
+            with pytest.raises(RuntimeError, match="engine is closed"):
+                future.result(PATIENCE)
+    with pytest.raises(RuntimeError, match="engine is closed"):
+        llm.generate("later")
+    assert llm._frontend.error is None
+
+
+def test_many_threads_may_submit_at_once(llm):
+    """M7: 16 threads, 160 requests, 4 rows; each answer is that of its own prompt."""
+    prompts = [f"prompt number {i % 40}" for i in range(160)]
+    expected = {prompt: llm.generate(prompt, max_tokens=9, ignore_eos=True).ids for prompt in prompts[:40]}
+    with ThreadPoolExecutor(16) as pool:
+        done = list(pool.map(lambda p: llm.generate(p, max_tokens=9, ignore_eos=True).ids, prompts))
+    assert done == [expected[prompt] for prompt in prompts]
+    assert soon(lambda: is_idle(llm))
+    llm.engine.pool.check_integrity()
+
+
+def run_async(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(work(), PATIENCE)
+
+    return asyncio.run(limited())
+
+
+def test_the_async_variants_give_what_the_others_give(llm):
+    """O2: one loop, many requests at once."""
+    prompts = [f"prompt {i}" for i in range(9)]
+    expected = llm.generate(prompts, max_tokens=20)
+
+    async def work() -> None:
+        done = await llm.agenerate(prompts, max_tokens=20)
+        assert [c.ids for c in done] == [c.ids for c in expected]
+        assert (await llm.agenerate(prompts[3], max_tokens=20)).text == expected[3].text
+        chunks = [chunk async for chunk in llm.astream(prompts[5], max_tokens=20)]
+        assert [i for chunk in chunks for i in chunk.ids] == expected[5].ids
+        assert "".join(chunk.text for chunk in chunks) == chunks[-1].completion.text == expected[5].text
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+    run_async(work)
+    assert soon(lambda: is_idle(llm))
+
+
+def test_cancelling_a_task_aborts_its_requests(llm):
+    """M6: a disconnected client is a cancelled task; all prompts of an agenerate end with it."""
+    expected = llm.generate("beside", **LONG).ids
+
+    async def read(n: int) -> None:
+        async for _ in llm.astream(f"stream {n}", **LONG):
+            pass
+
+    async def work() -> None:
+        beside = asyncio.create_task(llm.agenerate("beside", **LONG))
+        tasks = [asyncio.create_task(read(n)) for n in range(6)]
+        tasks.append(asyncio.create_task(llm.agenerate([f"list {n}" for n in range(5)], **LONG)))
+        await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await beside).ids == expected
+
+    run_async(work)
+    assert soon(lambda: is_idle(llm))
+    llm.engine.pool.check_integrity()
+
+
+def test_closing_an_async_stream_aborts_the_request_at_once(llm):
+    """M6: not only when the garbage collector comes by."""
+    aborted = []
+    abort = llm._frontend.abort
+    llm._frontend.abort = lambda request: (aborted.append(request), abort(request))
+
+    async def work() -> None:
+        stream = llm.astream("gone", **LONG)
+        await anext(stream)
+        assert not aborted
+        await stream.aclose()
+        assert len(aborted) == 1
+
+    run_async(work)
+    assert soon(lambda: is_idle(llm))
+
+
+def test_an_event_loop_that_closes_between_check_and_call_harms_nobody_else(llm):
+    """M6: a loop may die in the very moment in which its delta arrives."""
+
+    class DyingLoop:
+        def is_closed(self) -> bool:
+            return False
+
+        def call_soon_threadsafe(self, *_: object) -> None:
+            raise RuntimeError("Event loop is closed")
+
+    request = llm.make_request("orphan", **LONG)
+    llm._frontend.submit(request, AsyncOutbox(DyingLoop()))  # type: ignore[arg-type]
+    assert len(within_time(lambda: llm.generate("others", max_tokens=7, ignore_eos=True)).ids) == 7
+    assert soon(lambda: is_idle(llm))
+    assert llm._frontend.error is None
+
+
+def test_a_loop_that_is_closed_with_requests_under_way_harms_nobody_else(llm):
+    """M6: asyncio.run was left by an exception, for example."""
+
+    async def leave() -> None:
+        stream = llm.astream("left", **LONG)
+        await anext(stream)
+        raise KeyError("the caller's own fault")
+
+    for _ in range(3):
+        with pytest.raises(KeyError), contextlib.closing(asyncio.new_event_loop()) as loop:
+            loop.run_until_complete(leave())
+    assert len(within_time(lambda: llm.generate("others", max_tokens=7, ignore_eos=True)).ids) == 7
+    assert soon(lambda: is_idle(llm))
+
+
+def test_one_call_per_loop_and_step_serves_all_its_requests(llm):
+    """However many requests of a loop a step advances, its loop is woken once."""
+    calls = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda f, items: (calls.append(len(items)), call(f, items))  # type: ignore
+        await llm.agenerate([f"p{i}" for i in range(4)], max_tokens=20, ignore_eos=True)
+        loop.call_soon_threadsafe = call  # type: ignore[method-assign]
+
+    run_async(work)
+    assert len(calls) <= llm.engine.runner.num_steps
+    assert max(calls) == 4
