@@ -1,0 +1,167 @@
+"""Llama and Qwen2 targets against `transformers` on tiny random checkpoints: logits, taps, greedy text."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lampejo.batch import make_batch
+from lampejo.loader import load_target
+from lampejo.models.llama import Llama
+from lampejo.request import StopParams
+from lampejo.runner import Runner
+from lampejo.scheduler import ScheduledRow
+from lampejo.speculate import NgramDrafter
+from lampejo.weights.checkpoint import open_checkpoint
+from oracle import ROPES, SIZES, forward, make_llama, make_qwen2, save
+from tiny import TINY_DRAFTER, make_drafter, make_engine, make_request, prompt_of, run
+from weights.makefiles import write_gguf
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 150  # past every original context in ROPES, and past a chunk of keys
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a checkpoint is made; ``changes`` are keys of its config.json."""
+
+    make: Callable[..., PreTrainedModel]
+    changes: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+    shard: str = "1GB"
+    seed: int = 0
+
+
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+ONE_KV_HEAD = {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 40, "head_dim": 8}
+OWN_KV_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}
+CASES = {
+    "llama, tied head": Case(make_llama, TIED),
+    "llama, untied head": Case(make_llama, UNTIED),
+    "qwen2, tied head": Case(make_qwen2, TIED),
+    "qwen2, untied head": Case(make_qwen2, UNTIED),
+    "five heads over one": Case(make_llama, TIED | ONE_KV_HEAD, seed=1),
+    "every head its own keys": Case(make_llama, UNTIED | OWN_KV_HEADS),
+    "qwen2, five heads over one": Case(make_qwen2, UNTIED | ONE_KV_HEAD),
+    "another epsilon": Case(make_llama, TIED | {"rms_norm_eps": 0.05}),
+    "in shards": Case(make_llama, UNTIED, shard="20KB"),
+    "bfloat16": Case(make_llama, TIED, torch.bfloat16),
+    "float16 in shards": Case(make_qwen2, UNTIED, torch.float16, "20KB"),
+} | {
+    f"{name}, {kind} rope": Case(make, TIED | {"rope_parameters": rope})
+    for kind, rope in ROPES.items()
+    for name, make in (("llama", make_llama), ("qwen2", make_qwen2))
+}
+
+
+@pytest.fixture(params=CASES)
+def models(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[PreTrainedModel, Llama]]:
+    """The same checkpoint in transformers and through our loader."""
+    case = CASES[request.param]
+    oracle = save(case.make(case.seed, **case.changes), tmp_path, case.dtype, case.shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (case.shard != "1GB")
+    with open_checkpoint(tmp_path) as checkpoint:
+        yield oracle, load_target(checkpoint)
+
+
+def text_of(num_tokens: int) -> list[int]:
+    """Random ids over the whole vocabulary, its last id included."""
+    return [*prompt_of(num_tokens - 1, vocab_size=SIZES["vocab_size"]), SIZES["vocab_size"] - 1]
+
+
+def greedy(oracle: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """The greedy continuation; it must have no near-tie, or rounding would decide what the test says."""
+    ids = torch.tensor([prompt])
+    out = oracle.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).topk(2, dim=-1).values
+    assert (best[:, 0] - best[:, 1]).min() > 2 * TOLERANCE, "a near-tie: give this case another seed"
+    return out.sequences[0, len(prompt) :].tolist()
+
+
+def test_logits_and_taps_equal_those_of_transformers(models: tuple[PreTrainedModel, Llama]):
+    """Fault: heads, biases, norms, scaling or types read otherwise than they were written; a tap one layer off."""
+    oracle, target = models
+    ids, num_layers = text_of(NUM_TOKENS), target.config.num_layers
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids]), output_hidden_states=True)
+    logits, taps = forward(target, ids, tuple(range(num_layers)))
+    assert logits.shape == (len(ids), SIZES["vocab_size"]), "the vocabulary of the file, not padded (C4)"
+    assert expected.logits.std() > 0.5, "logits so small could not show a fault"
+    assert (logits - expected.logits[0]).abs().max() < TOLERANCE
+    for layer, tap in enumerate(taps.chunk(num_layers, dim=-1)):
+        # transformers gives the last state after the last norm
+        ours = tap if layer < num_layers - 1 else target.model.norm(tap)
+        assert (ours - expected.hidden_states[layer + 1][0]).abs().max() < TOLERANCE
+
+
+def test_prefill_in_chunks_through_pages_gives_the_same_logits_and_taps(models: tuple[PreTrainedModel, Llama]):
+    """Fault: a chunk that does not see the ones before it, or sees its own future; positions that restart."""
+    oracle, target = models
+    ids, config = text_of(NUM_TOKENS), target.config
+    drafter_config = replace(
+        TINY_DRAFTER, target_layer_ids=(2, 0), hidden_size=config.hidden_size, vocab_size=config.vocab_size
+    )
+    runner = Runner(target, make_drafter(drafter_config), num_pages=40, page_size=16)
+    request = make_request(ids)
+    request.pages = torch.randperm(40).tolist()[: -(-len(ids) // 16)]
+    logits, taps = [], []
+    for end in (1, 8, 40, 41, 100, NUM_TOKENS):  # a chunk is its first token and the rest as drafts, to have all logits
+        chunk = ids[request.num_computed : end]
+        request.ids = ids[: request.num_computed + 1]
+        batch = make_batch([ScheduledRow(request, 1, len(chunk))], [chunk[1:]], 16, (), runner.device)
+        out = runner.verify(batch)
+        logits.append(out.logits)
+        taps.append(out.taps)
+        request.num_computed = end
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids]), output_hidden_states=True)
+    assert (torch.cat(logits) - expected.logits[0]).abs().max() < TOLERANCE
+    last, first = torch.cat(taps).chunk(2, dim=-1)  # in the order of target_layer_ids
+    assert (first - expected.hidden_states[1][0]).abs().max() < TOLERANCE
+    assert (target.model.norm(last) - expected.hidden_states[3][0]).abs().max() < TOLERANCE
+
+
+def test_greedy_text_equals_that_of_transformers(models: tuple[PreTrainedModel, Llama]):
+    """Fault: anything in the decode loop that changes a token; plain, and with drafts, after a chunked prefill."""
+    oracle, target = models
+    prompt = text_of(70)
+    expected = greedy(oracle, prompt, 80)
+    for drafters in ([], [NgramDrafter(1)]):
+        engine = make_engine(target, drafters, eos_ids=(), width=6 if drafters else 0, token_budget=32)
+        request = make_request(prompt, StopParams(max_tokens=80))
+        assert run(engine, [request]) == [expected]
+        assert bool(request.stats.num_spec_steps) == bool(drafters)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_gguf_file_gives_what_transformers_makes_of_it(tmp_path: Path, architecture: str):
+    """Fault: rows of q and k in the order of one architecture taken for that of the other; biases left out."""
+    biases = {}
+    if architecture == "qwen2":
+        random = np.random.default_rng(1)
+        sizes = {"attn_q": 32, "attn_k": 16, "attn_v": 16}
+        biases = {
+            f"blk.{i}.{name}.bias": random.standard_normal(size, np.float32)
+            for i in range(2)
+            for name, size in sizes.items()
+        }
+    path = write_gguf(tmp_path / "model.gguf", {"token_embd.weight": "Q8_0"}, biases, architecture=architecture)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    with open_checkpoint(path) as checkpoint:
+        target = load_target(checkpoint)
+    ids = prompt_of(60, vocab_size=64)
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    assert ((forward(target, ids)[0] - expected).abs() / expected.abs().max()).max() < 1e-5
