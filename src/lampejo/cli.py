@@ -25,6 +25,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[:1].upper()}{message[1:].rstrip('.')}.", f"See '{self.prog} --help'.")
 
+    @property
+    def commands(self) -> dict[str, "Parser"]:
+        """The parsers of the commands by name."""
+        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return actions[0].choices if actions else {}
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """``parse_args``; a flag that is not known is answered with the one that was probably meant."""
         if argv and argv[0].startswith("-") and argv[0] not in self._option_string_actions:
