@@ -33,8 +33,12 @@ class StopParams:
         check_number("min_tokens", self.min_tokens, 0, 2**31, whole=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise UserError("stop strings must be non-empty text.")
+        if not isinstance(self.stop, tuple) or any(not isinstance(s, str) or not s for s in self.stop):
+            raise UserError("stop must be one or more strings, none of them empty.")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise UserError("stop_token_ids must be a list of token ids.")
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
         for token_id in self.stop_token_ids:
             check_number("stop_token_ids entry", token_id, 0, 2**31, whole=True)
 

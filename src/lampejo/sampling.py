@@ -12,7 +12,7 @@ Shape legend: N verify positions of one row, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from lampejo.errors import UserError
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
+_COLDEST = 1e-6  # scores divided by less would overflow; what is drawn at this temperature is the maximum already
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if not isinstance(self.logit_bias, Mapping):
+            raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}.")
         for token_id, bias in self.logit_bias.items():
             check_number("logit_bias token id", token_id, 0, 2**31, whole=True)
             check_number(f"logit_bias of token {token_id}", bias, -100, 100)
@@ -68,11 +71,13 @@ class SamplingParams:
 def check_number(name: str, value: float, low: float, high: float, whole: bool = False, above: bool = False) -> None:
     """Refuses what is not a finite number from low to high (from just above low, with ``above``)."""
     kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise UserError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}.")
     if value > high or value < low or (above and value == low):
         start = f"above {low}" if above else f"at least {low}"
-        raise UserError(f"{name} is {value}; it must be {start} and at most {high}.")
+        shown = value if abs(value) < 10**20 else "out of range"
+        raise UserError(f"{name} is {shown}; it must be {start} and at most {high}.")
 
 
 @dataclass
@@ -158,7 +163,7 @@ def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: S
     """The target's own tokens. logits [N, V] after ``process_logits``, at absolute ``positions`` -> ids [N]."""
     if params.temperature == 0:
         return logits.argmax(-1)
-    scores = keep_likely(logits / params.temperature, params)
+    scores = keep_likely(logits / max(params.temperature, _COLDEST), params)
     return (scores + gumbel_noise(seed, positions, torch.arange(logits.shape[-1], device=logits.device))).argmax(-1)
 
 
