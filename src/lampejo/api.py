@@ -173,8 +173,11 @@ class LLM:
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         for name in ("stop", "stop_token_ids"):
-            if name in given:
+            if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
+        template_kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(template_kwargs, Mapping):
+            raise UserError(f"chat_template_kwargs must map names to values, not be {template_kwargs!r}.")
         sampling_given = self.generation_defaults | {k: v for k, v in given.items() if k in _SAMPLING_NAMES}
         sampling = SamplingParams(**sampling_given)
         stops = StopParams(**{k: v for k, v in given.items() if k in _STOP_NAMES})
@@ -182,7 +185,7 @@ class LLM:
             outside = [i for i in ids if i >= self._vocab_size]
             if outside:
                 raise UserError(f"{name} has token id {outside[0]}; this model has ids below {self._vocab_size}.")
-        prompt_ids = self.encode(prompt, **(chat_template_kwargs or {}))
+        prompt_ids = self.encode(prompt, **template_kwargs)
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one word.")
         if len(prompt_ids) >= self.max_context:

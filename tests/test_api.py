@@ -1,0 +1,175 @@
+"""The Python interface: what goes in is checked before any work, and every way of asking gives the same answer."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lampejo.api import LLM, Chunk, Completion
+from lampejo.errors import UserError
+from scripted import answering, ids_of, knowing, random_target, scripted_llm
+from tiny import EOS, ScriptedDrafter
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    a = ids_of("a")[0]
+    with scripted_llm(random_target(), [ScriptedDrafter(lambda r, w: [a] * w)], width=3, max_rows=4) as llm:
+        yield llm
+
+
+def test_the_answer_in_pieces_joins_to_the_answer_as_a_whole(llm):
+    """B7, T1: ids, origins, text, usage, statistics; generate is a fold over the same chunks."""
+    whole = llm.generate("a prompt", max_tokens=60, ignore_eos=True, logprobs=1)
+    chunks = list(llm.stream("a prompt", max_tokens=60, ignore_eos=True, logprobs=1))
+    last = chunks[-1].completion
+    assert [chunk.completion for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert isinstance(last, Completion)
+    for done in (whole, last):
+        assert done.ids == [i for chunk in chunks for i in chunk.ids]
+        assert done.origins == [o for chunk in chunks for o in chunk.origins]
+        assert done.text == "".join(chunk.text for chunk in chunks) == llm.tokenizer.decode(done.ids)
+        assert done.logprobs == whole.logprobs
+        assert (len(done.ids), done.finish_reason, chunks[-1].finish_reason) == (60, "length", "length")
+        assert done.speculation == whole.speculation
+        assert done.speculation["num_spec_steps"] > 0
+    assert whole.usage == {
+        "prompt_tokens": 8,
+        "completion_tokens": 60,
+        "total_tokens": 68,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_timings_count_from_submission_and_a_one_token_answer_has_no_rate(llm):
+    """V3: no division by a time of zero; the first token comes before the last."""
+    long, short = llm.generate("a prompt", max_tokens=60), llm.generate("a prompt", max_tokens=1)
+    for done in (long, short):
+        assert 0 < done.timings["first_token_s"] <= done.timings["total_s"] < 60
+    assert long.timings["tok_per_s"] > 0
+    assert short.timings["tok_per_s"] == 0
+
+
+def test_several_prompts_are_decoded_together_and_returned_in_order(llm):
+    """Texts and messages may be mixed in one list."""
+    prompts: list[Any] = ["one", [{"role": "user", "content": "two"}], "three", "four", "five"]
+    together = llm.generate(prompts, max_tokens=30)
+    assert isinstance(together, list)
+    num_steps = llm.engine.runner.num_steps
+    alone = [llm.generate(prompt, max_tokens=30) for prompt in prompts]
+    assert [done.ids for done in together] == [done.ids for done in alone]
+    assert num_steps < llm.engine.runner.num_steps - num_steps, "they were decoded one after another"
+
+
+def test_messages_go_through_the_chat_template_and_text_does_not(llm):
+    """The prompt of a chat is what the template makes of it, and nothing else."""
+    messages = [{"role": "user", "content": "hi"}]
+    assert llm.tokenizer.decode(llm.encode("user: hi")) == "user: hi"
+    assert llm.tokenizer.decode(llm.encode(messages)).endswith("assistant:")
+    assert llm.encode(messages) != llm.encode("hi")
+    llm.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        llm.generate(messages)
+
+
+NO_PROMPTS: list[Any] = [5, [1, 2], b"x", [[]], [{}], ["a", None], None, "", [], [""], {"role": "user"}, "\ud800",
+                         [{"role": "user"}], [{"role": "user", "content": 5}]]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=lambda prompt: repr(prompt)[:30])
+def test_what_is_no_prompt_is_refused_before_any_work(llm, prompt):
+    """Bad input: also one bad prompt in a list of good ones, which are not started."""
+    for call in (llm.generate, llm.stream, llm.astream):
+        with pytest.raises(UserError):
+            call(prompt)
+    with pytest.raises(UserError):
+        llm.generate(["good", prompt])
+    assert llm.engine.runner.num_steps == 0
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"temprature": 1.0}, "Unknown parameter 'temprature'.*temperature"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": {"a": 1}}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"stop_token_ids": [97]}, "stop_token_ids has token id 97"),
+    ({"logit_bias": {97: 1.0}}, "logit_bias has token id 97"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"seed": "7"}, "seed"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), BAD_PARAMS, ids=str)
+def test_a_bad_parameter_is_refused_by_name_before_any_work(llm, params, message):
+    """P1, O5: never accepted and ignored, never another exception than UserError."""
+    for call in (llm.generate, llm.stream, llm.astream):
+        with pytest.raises(UserError, match=message):
+            call("a prompt", **params)
+    assert llm.engine.runner.num_steps == 0
+
+
+def test_a_parameter_that_is_none_is_not_given(llm):
+    """P4: None means the default, so that callers can pass on what they were not given."""
+    names = ("temperature", "top_k", "stop", "max_tokens", "seed", "logprobs", "ignore_eos", "chat_template_kwargs")
+    given = dict.fromkeys(names)
+    assert llm.generate("a prompt", **given).ids == llm.generate("a prompt").ids
+
+
+def test_the_models_generation_defaults_hold_where_the_request_says_nothing(llm):
+    """P4: generation_config.json gives the defaults; the request overrides, with zero too."""
+    greedy = llm.generate("a prompt", max_tokens=30).ids
+    sampled = llm.generate("a prompt", max_tokens=30, temperature=2.0, seed=5).ids
+    assert greedy != sampled
+    llm.generation_defaults = {"temperature": 2.0, "top_p": 1.0}
+    assert llm.generate("a prompt", max_tokens=30, seed=5).ids == sampled
+    assert llm.generate("a prompt", max_tokens=30, temperature=0, seed=5).ids == greedy
+
+
+def test_a_seed_repeats_an_answer_and_none_varies_it(llm):
+    params = {"max_tokens": 30, "temperature": 3.0, "ignore_eos": True}
+    assert llm.generate("p", seed=1, **params).ids == llm.generate("p", seed=1, **params).ids
+    assert llm.generate("p", seed=1, **params).ids != llm.generate("p", seed=2, **params).ids
+    assert len({tuple(llm.generate("p", **params).ids) for _ in range(4)}) == 4
+
+
+def test_stop_may_be_a_string_or_a_list(llm):
+    """P2."""
+    answer = ids_of("some words to stop at")
+    with scripted_llm(answering(2, answer), [knowing(answer)], width=4) as llm:
+        for stop in ("to", ["to"], ("to", "never")):
+            done = llm.generate("p:", stop=stop)
+            assert (done.text, done.finish_reason) == ("some words ", "stop")
+
+
+def test_origins_say_who_proposed_each_token(llm):
+    """The tokens that the drafter proposed and the target confirmed bear the drafter's name, the others "target"."""
+    answer = [*ids_of("abcdefgh"), EOS]
+    with scripted_llm(answering(2, answer), [knowing(answer)], width=2) as llm:
+        origins = llm.generate("p:").origins
+    assert origins == ["target", "scripted", "scripted"] * 3
+
+
+def test_a_second_answer_on_the_same_prompt_tells_how_much_was_cached(llm):
+    """M1: usage.prompt_tokens_details.cached_tokens."""
+    prompt = "x" * 100
+    assert llm.generate(prompt, max_tokens=2).usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert llm.generate(prompt, max_tokens=2).usage["prompt_tokens_details"] == {"cached_tokens": 96}
+
+
+def test_results_are_frozen_and_the_model_closes_with_its_context():
+    with scripted_llm(random_target()) as llm:
+        done = llm.generate("p", max_tokens=2)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            done.text = "other"
+        assert dataclasses.is_dataclass(Chunk)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("p")
