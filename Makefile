@@ -39,10 +39,11 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lampejo needs Python 3.11 or newer, $(PYTHON) is older; name one with make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q $(TORCH)
-	$(PIP) install -q -e .
+	@echo "installing $(TORCH), which takes minutes the first time"
+	$(PIP) install -qq $(TORCH)
+	$(PIP) install -qq -e .
 	@touch $@
 
 $(DEV): $(INSTALLED)
-	$(PIP) install -q -e ".[dev]"
+	$(PIP) install -qq -e ".[dev]"
 	@touch $@
