@@ -146,7 +146,8 @@ class Speculator:
         """Learns from a step: context of the drafters, acceptance, and ``seconds`` that verification took."""
         for drafter in self.drafters:
             drafter.observe(batch, taps, num_committed)
-        if self.drafters and all(row.num_known == 1 for row in batch.rows):
+        # Decoding alone: a chunk of a prompt may have one token too, but gets no verdict.
+        if self.drafters and len(verdicts) == len(batch.rows) and all(row.num_known == 1 for row in batch.rows):
             results = [
                 RowResult(row.request.id, self.drafter_of(row.request), len(draft), verdict.num_accepted)
                 for row, draft, verdict in zip(batch.rows, batch.drafts, verdicts, strict=True)
