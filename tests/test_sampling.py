@@ -90,6 +90,29 @@ def test_noise_does_not_depend_on_what_it_is_computed_beside():
     assert torch.equal(gumbel_noise(7, range(100, 116), ids), block)
 
 
+def test_noise_is_what_its_definition_says():
+    """The arithmetic modulo 2**32, written out with Python's own numbers; a seed must mean the same for ever."""
+
+    def mix32(x: int) -> int:
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+
+    def mix64(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    ids = [0, 1, 2, 96, 49151, 151935, 2**31 - 1]
+    for seed, position in ((0, 0), (7, 100), (-3, 5), (2**64 - 1, 131072)):
+        key = mix64(seed % 2**64 ^ mix64(position + 1))
+        bits = [mix32(mix32((i * 0x9E3779B1 + key) % 2**32) ^ key >> 32) for i in ids]
+        expected = [-math.log(-math.log(((b >> 9) + 0.5) * 2**-23)) for b in bits]
+        noise = gumbel_noise(seed, [position], torch.tensor(ids))[0].tolist()
+        assert noise == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 def test_noise_differs_by_seed_by_position_and_by_id():
     """Also where two keys look alike: seed and position exchanged, negative seeds, seeds equal in their low half."""
     keys = [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0), (2**32, 0), (2**32 + 1, 0), (2**63, 0), (0, 2**20), (2**20, 0)]
@@ -177,7 +200,7 @@ def test_an_id_that_is_hidden_is_never_drawn():
 
 
 def kept_by_definition(scores: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """One after another, on what the one before left; ties at the border of top_k stay together."""
+    """One after another, on what the one before left; ties at a border stay together."""
     kept = set(range(len(scores)))
     if 0 < top_k < len(scores):
         border = sorted(scores, reverse=True)[top_k - 1]
@@ -188,13 +211,12 @@ def kept_by_definition(scores: list[float], top_k: int, top_p: float, min_p: flo
         return {i: math.exp(scores[i]) / total for i in kept}
 
     if top_p < 1:
-        mass, small = 0.0, set()
-        for i, p in sorted(probs().items(), key=lambda item: (-scores[item[0]], item[0])):
+        mass, border = 0.0, 0.0
+        for i, p in sorted(probs().items(), key=lambda item: -scores[item[0]]):
             if mass >= top_p:
                 break
-            small.add(i)
-            mass += p
-        kept = small
+            mass, border = mass + p, scores[i]
+        kept = {i for i in kept if scores[i] >= border}
     if min_p > 0:
         p = probs()
         kept = {i for i in kept if p[i] >= min_p * max(p.values())}
@@ -219,14 +241,28 @@ def test_top_k_top_p_and_min_p_keep_what_their_definitions_keep(scores, top_k, t
         assert all(row[i] == values[i] for i in kept)
 
 
-def test_ties_are_broken_by_the_lower_id():
-    """Greedy: the first of equals. top_p: the first of equals stays when not all fit."""
+def test_of_equal_scores_greedy_takes_the_first_and_a_border_divides_none():
+    """Whatever the device's sort does with ties, the kept set is a function of the scores."""
     assert choose(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), SamplingParams(), 0, [0]).tolist() == [1]
-    kept = keep_likely(torch.zeros(1, 4), SamplingParams(temperature=1.0, top_p=0.5))
-    assert kept.isfinite().tolist() == [[True, True, False, False]]
-    kept = keep_likely(torch.zeros(1, 4), SamplingParams(temperature=1.0, top_k=2))
-    assert kept.isfinite().all()
-    assert keep_likely(torch.zeros(1, 4), SamplingParams(temperature=1.0, min_p=1.0)).isfinite().all()
+    scores = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    for params in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.36}):
+        kept = keep_likely(scores, SamplingParams(temperature=1.0, **params))
+        assert kept.isfinite().tolist() == [[True, True, True, True, False]]
+
+
+def test_top_p_reaches_as_far_as_it_must():
+    """Of a flat distribution over the whole vocabulary nearly all stay, beside a row of which one token does."""
+    flat, steep = 0.001 * torch.randn(VOCAB), torch.zeros(VOCAB)
+    steep[777] = 50.0
+    kept = keep_likely(torch.stack([flat, steep]), SamplingParams(temperature=1.0, top_p=0.9)).isfinite().sum(-1)
+    assert abs(kept[0].item() - 0.9 * VOCAB) < 0.01 * VOCAB
+    assert kept[1] == 1
+    order = flat.sort(descending=True).values
+    for num_expected in (1, 500, 1023, 1024, 1025, 9000):
+        top_p = order.softmax(-1)[:num_expected].sum().item() - 0.5 / VOCAB
+        kept = keep_likely(flat[None], SamplingParams(temperature=1.0, top_p=top_p))[0].isfinite()
+        assert abs(int(kept.sum()) - num_expected) <= 1
+        assert flat[kept].min() >= order[num_expected]
 
 
 # Penalties, bias, masks

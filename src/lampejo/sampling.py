@@ -93,20 +93,33 @@ def gumbel_noise(seed: int, positions: Sequence[int], token_ids: torch.Tensor) -
 
     Counter-based (Salmon et al., SC'11): two rounds of a 32-bit mixing function (MurmurHash3's finaliser) over the id
     with two keys made from seed and position; its upper 23 bits give a uniform in (0, 1) that fp32 holds exactly.
+    The arithmetic is modulo 2**32 on int32, and in place: this runs over the whole vocabulary for every token.
     """
     keys = [_mix64((seed & _MASK64) ^ _mix64(position + 1)) for position in positions]
     device = token_ids.device
-    low = torch.tensor([key & _MASK32 for key in keys], device=device)[:, None]
-    high = torch.tensor([key >> 32 for key in keys], device=device)[:, None]
-    bits = _mix32(_mix32((token_ids.long()[None] * 0x9E3779B1 + low) & _MASK32) ^ high)
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    low = torch.tensor([_signed(key & _MASK32) for key in keys], dtype=torch.int32, device=device)[:, None]
+    high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)[:, None]
+    bits = token_ids.int()[None] * _signed(0x9E3779B1) + low
+    scratch = torch.empty_like(bits)
+    _mix32_(bits, scratch)
+    bits.bitwise_xor_(high)
+    _mix32_(bits, scratch)
+    uniform = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
 
 
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
-    return x ^ (x >> 16)
+def _signed(x: int) -> int:
+    """The int32 with the same bits as an unsigned 32-bit number."""
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _mix32_(x: torch.Tensor, scratch: torch.Tensor) -> None:
+    """MurmurHash3's finaliser on int32, in place. The masks make its shifts logical."""
+    for shift, mask, factor in ((16, 0xFFFF, 0x85EBCA6B), (13, 0x7FFFF, 0xC2B2AE35), (16, 0xFFFF, 1)):
+        torch.bitwise_right_shift(x, shift, out=scratch)
+        x.bitwise_xor_(scratch.bitwise_and_(mask))
+        if factor != 1:
+            x.mul_(_signed(factor))
 
 
 def _mix64(x: int) -> int:
@@ -133,11 +146,7 @@ def process_logits(
         return logits
     logits = logits.clone()
     if params.has_penalties:
-        output = history.output.copy()
-        for j in range(len(logits)):
-            if j > 0:
-                output[drafts[j - 1]] += 1
-            _penalise(logits[j], params, history.prompt, output)
+        _penalise(logits, params, history, drafts)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
@@ -147,16 +156,24 @@ def process_logits(
     return logits
 
 
-def _penalise(logits: torch.Tensor, params: SamplingParams, prompt: frozenset[int], output: Counter[int]) -> None:
-    """In place on one position's logits [V]."""
+def _penalise(logits: torch.Tensor, params: SamplingParams, history: History, drafts: Sequence[int]) -> None:
+    """In place on logits [N, V]; all positions at once, over the K ids that stand anywhere before the last of them."""
+    device = logits.device
+    ids = list(dict.fromkeys([*history.prompt, *history.output, *drafts]))
+    column = {token_id: k for k, token_id in enumerate(ids)}
+    index = torch.tensor(ids, dtype=torch.long, device=device)
+    in_prompt = torch.tensor([i in history.prompt for i in ids], dtype=torch.bool, device=device)
+    counts = torch.tensor([history.output[i] for i in ids], dtype=logits.dtype, device=device).repeat(len(logits), 1)
+    for j, token_id in enumerate(drafts):
+        counts[j + 1 :, column[token_id]] += 1
+    scores = logits[:, index]  # [N, K]
     if params.repetition_penalty != 1:
-        ids = torch.tensor(sorted(prompt | output.keys()), dtype=torch.long, device=logits.device)
-        seen = logits[ids]
-        logits[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-    if output and (params.presence_penalty or params.frequency_penalty):
-        ids = torch.tensor(list(output), device=logits.device)
-        counts = torch.tensor(list(output.values()), dtype=logits.dtype, device=logits.device)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+        scores = torch.where(in_prompt | (counts > 0), penalised, scores)
+    if params.presence_penalty or params.frequency_penalty:
+        less = params.presence_penalty + params.frequency_penalty * counts
+        scores = torch.where(counts > 0, scores - less, scores)
+    logits[:, index] = scores
 
 
 def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: Sequence[int]) -> torch.Tensor:
@@ -168,16 +185,32 @@ def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: S
 
 
 def keep_likely(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """top_k, top_p (arXiv 1904.09751) and min_p (arXiv 2407.01082) in turn: what falls out becomes -inf. [N, V]."""
+    """top_k, then top_p (arXiv 1904.09751), then min_p (arXiv 2407.01082): what falls out becomes -inf. scores [N, V].
+
+    Tokens of equal score at the border of top_k or top_p stay together.
+    """
     if 0 < params.top_k < scores.shape[-1]:
         least = scores.topk(params.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least, -math.inf)
     if params.top_p < 1:
-        ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= params.top_p  # the first token always stays
-        scores = scores.masked_fill(outside.scatter(-1, ids, outside), -math.inf)
+        scores = scores.masked_fill(scores < _least_of_top_p(scores, params.top_p), -math.inf)
     if params.min_p > 0:
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -math.inf)
     return scores
+
+
+def _least_of_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The least score among the likeliest tokens whose probabilities together reach ``top_p`` [N, 1].
+
+    Looks at a few likely tokens first and at more only if need be: sorting a whole vocabulary takes milliseconds.
+    """
+    probs = scores.softmax(-1)
+    num_looked = min(1024, scores.shape[-1])
+    while True:
+        best, ids = scores.topk(num_looked, dim=-1)
+        before = probs.gather(-1, ids).cumsum(-1)[:, :-1]  # of the second token and on: the mass of those before it
+        num_kept = 1 + (before < top_p).sum(-1, keepdim=True)
+        if num_looked == scores.shape[-1] or int(num_kept.max()) < num_looked:
+            return best.gather(-1, num_kept - 1)
+        num_looked = min(8 * num_looked, scores.shape[-1])
