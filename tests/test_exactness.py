@@ -92,9 +92,7 @@ def test_512_tokens_after_4000_equal_plain_decoding(target, sampling):
     expected = plain(target, prompt, stops, **sampling)
     assert len(expected) == 512
     rng = random.Random(1)
-    half_right = ScriptedDrafter(
-        lambda r, w: [t if rng.random() < 0.7 else wrong(t) for t in truth_of(expected)(r, w)]
-    )
+    half_right = ScriptedDrafter(lambda r, w: [t if rng.random() < 0.7 else wrong(t) for t in truth_of(expected)(r, w)])
     request = make_request(prompt, stops, **sampling)
     assert run(make_engine(target, [half_right], width=5), [request], check=False) == [expected]
     assert request.stats.num_spec_steps > 50

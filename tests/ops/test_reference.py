@@ -85,7 +85,9 @@ def test_paged_attention_of_several_rows_equals_each_alone():
     segments = [Segment(0, 1, 250, pages), Segment(1, 20, 3, pages), Segment(21, 9, 391, pages)]
     together = ops.paged_attention(q, *caches, segments)
     for s in segments:
-        alone = ops.paged_attention(q[s.start : s.start + s.length], *caches, [Segment(0, s.length, s.position, s.pages)])
+        alone = ops.paged_attention(
+            q[s.start : s.start + s.length], *caches, [Segment(0, s.length, s.position, s.pages)]
+        )
         assert torch.equal(together[s.start : s.start + s.length], alone)
 
 
