@@ -1,4 +1,4 @@
-"""``make docs`` writes ``cli.md`` with it: the printed help of every command. A test checks that the page is current."""
+"""Writes ``cli.md``, the printed help of every command, for ``make docs``. A test checks that the page is current."""
 
 import os
 from pathlib import Path

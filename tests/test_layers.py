@@ -9,54 +9,54 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "lampejo"
 
 # From the ground up; a module may import those above it in this list, and no others.
-ORDER = """
-errors
-config
-ngram
-pages
-width
-sampling
-accept
-tokenizer
-text
-chat
-request
-scheduler
-ops.reference
-ops
-batch
-cache
-models
-models.config
-models.drafter_config
-models.layers
-models.llama
-models.dflash
-runner
-speculate
-engine
-frontend
-weights
-weights.files
-weights.aliases
-weights.safetensors
-weights.gguf
-weights.hub
-weights.store
-weights.checkpoint
-weights.drafters
-weights.describe
-loader
-api
-terminal
-cli_flags
-cli_options
-cli_inspect
-cli_generate
-chat_session
-cli
-__main__
-""".split()
+ORDER = [
+    "errors",
+    "config",
+    "ngram",
+    "pages",
+    "width",
+    "sampling",
+    "accept",
+    "tokenizer",
+    "text",
+    "chat",
+    "request",
+    "scheduler",
+    "ops.reference",
+    "ops",
+    "batch",
+    "cache",
+    "models",
+    "models.config",
+    "models.drafter_config",
+    "models.layers",
+    "models.llama",
+    "models.dflash",
+    "runner",
+    "speculate",
+    "engine",
+    "frontend",
+    "weights",
+    "weights.files",
+    "weights.aliases",
+    "weights.safetensors",
+    "weights.gguf",
+    "weights.hub",
+    "weights.store",
+    "weights.checkpoint",
+    "weights.drafters",
+    "weights.describe",
+    "loader",
+    "api",
+    "terminal",
+    "cli_flags",
+    "cli_options",
+    "cli_inspect",
+    "cli_generate",
+    "chat_session",
+    "cli",
+    "__main__",
+]
 
 
 def module_name(file: Path) -> str:

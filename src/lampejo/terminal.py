@@ -97,7 +97,8 @@ def side_by_side(left: str, right: str, width: int) -> str:
 def _wrapped(text: str, width: int) -> list[str]:
     lines: list[str] = []
     for line in text.strip("\n").split("\n"):
-        lines += textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False) or [""]
+        first, *rest = textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False) or [""]
+        lines += [first, *(part.lstrip() for part in rest)]
     return lines
 
 
