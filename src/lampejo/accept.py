@@ -46,19 +46,13 @@ class Verdict:
 def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
     """logits [sum(len(drafts) + 1 for each row), V], rows one after another -> a verdict per row."""
     if all(_is_plain_greedy(row) for row in rows):
-        chosen = logits.argmax(-1).tolist()  # one operation for the whole batch
+        greedy = logits.argmax(-1).tolist()  # one operation for the whole batch
     else:
-        chosen, start = [], 0
-        for row in rows:
-            n = len(row.drafts) + 1
-            scores = process_logits(logits[start : start + n], row.params, row.history, row.drafts, row.hidden_ids)
-            positions = range(row.position, row.position + n)
-            chosen += choose(scores, row.params, row.seed, positions).tolist()
-            start += n
+        greedy = None
     verdicts, start = [], 0
     for row in rows:
         n = len(row.drafts) + 1
-        own = chosen[start : start + n]
+        own = _own_choices(logits[start : start + n], row) if greedy is None else greedy[start : start + n]
         num_accepted = 0
         while num_accepted < len(row.drafts) and row.drafts[num_accepted] == own[num_accepted]:
             num_accepted += 1
@@ -70,6 +64,23 @@ def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
         start += n
     assert start == len(logits), (start, len(logits))
     return verdicts
+
+
+def _own_choices(logits: torch.Tensor, row: VerifyRow) -> list[int]:
+    """The target's choices for one row's positions, at least up to the first that differs from the draft.
+
+    A CPU takes them one by one: it computes only those that count, and small tensors stay in its caches. Another device
+    takes them all at once.
+    """
+    n = len(row.drafts) + 1
+    scores = process_logits(logits, row.params, row.history, row.drafts, row.hidden_ids)
+    tile = 1 if logits.device.type == "cpu" else n
+    own: list[int] = []
+    while len(own) < n and own == list(row.drafts[: len(own)]):
+        part = range(len(own), min(len(own) + tile, n))
+        positions = range(row.position + part.start, row.position + part.stop)
+        own += choose(scores[part.start : part.stop], row.params, row.seed, positions).tolist()
+    return own
 
 
 def _is_plain_greedy(row: VerifyRow) -> bool:
