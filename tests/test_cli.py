@@ -349,7 +349,7 @@ def test_a_chat_through_a_pipe_remembers_saves_and_forgets(run, monkeypatch, tmp
         "/and yours?",
     ]
     assert out == f"{saved[2]['content']}\n{saved[4]['content']}\n"
-    for note in ("2 answers, 16 tokens", "acceptance length", "already", "/nonsense", "forgotten", "//text"):
+    for note in ("2 finished answers, 16 tokens", "acceptance length", "already", "/nonsense", "forgotten", "//text"):
         assert note in err
 
 

@@ -148,7 +148,7 @@ class ChatSession:
 
     def statistics(self) -> str:
         speed = f", the last answer at {self.last_speed:.1f} tok/s" if self.num_answers else ""
-        counts = f"{self.num_answers} answers, {self.num_tokens} tokens{speed}"
+        counts = f"{self.num_answers} finished answers, {self.num_tokens} tokens{speed}"
         used = (
             f"{len(self.llm.encode(self.messages)) if self.messages else 0} of {self.llm.max_context} tokens of context"
         )
