@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 from lampejo.errors import UserError
 
+LARGEST_PAGE = 128  # attention walks the keys in chunks of this many, which pages must fill
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -23,6 +25,9 @@ class EngineConfig:
 
     def resolve(self, model_context: int) -> "EngineConfig":
         """Fills what is open from the model's own context limit, and refuses what cannot work."""
+        for name, value in vars(self).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise UserError(f"{name} is {value}; it must be a whole number.")
         max_context = model_context if self.max_context is None else self.max_context
         if not 2 <= max_context <= model_context:
             raise UserError(
@@ -30,6 +35,8 @@ class EngineConfig:
             )
         if self.width is not None and self.width < 0:
             raise UserError(f"width is {self.width}; it must be 0 (no drafts) or more.")
+        if self.page_size < 1 or LARGEST_PAGE % self.page_size:
+            raise UserError(f"page_size is {self.page_size}; it must divide {LARGEST_PAGE}.")
         if self.max_rows < 1 or self.token_budget < self.max_rows:
             raise UserError("max_rows must be at least 1, and token_budget at least max_rows.")
         full_request = -(-max_context // self.page_size)

@@ -14,6 +14,7 @@ from lampejo.models.config import DrafterConfig
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.runner import Runner
+from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
 from lampejo.tokenizer import Tokenizer, load_tokenizer
 from lampejo.weights.checkpoint import Checkpoint, check_tensors, open_checkpoint
@@ -22,6 +23,7 @@ from lampejo.width import WidthController
 
 # A match this long is trusted in "auto", where a better drafter stands ready; alone, the n-gram drafter tries earlier.
 TRUSTED_MATCH, SHORTEST_MATCH = 5, 2
+MOST_THREADS = 4096  # OpenMP ends the process when it is asked for a billion
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,7 @@ def load_model(
     """Loads all parts; nothing stays behind when one of them fails."""
     started = time.perf_counter()
     if threads is not None:
-        if threads < 1:
-            raise UserError(f"threads is {threads}; it must be 1 or more.")
-        torch.set_num_threads(threads)
+        check_number("threads", threads, 1, MOST_THREADS, whole=True)
     with open_checkpoint(model) as checkpoint:
         config = config.resolve(checkpoint.config.max_context)
         assert config.max_context is not None and config.num_pages is not None
@@ -81,6 +81,8 @@ def load_model(
             info=info,
             load_s=time.perf_counter() - started,
         )
+    if threads is not None:  # last, so that a failed load changes nothing
+        torch.set_num_threads(threads)
     return loaded, config
 
 
