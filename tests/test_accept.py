@@ -115,6 +115,8 @@ def test_log_probabilities_belong_to_the_committed_tokens_and_ignore_the_process
         assert [i for i, _ in entry.top] == best.indices.tolist()
         assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-6)
     assert all(entry.top == () for entry in token_logprobs(logits, [1, 2, 3], 0))
+    beside = accept(torch.cat([saying(4, 5), logits]), [row_of([4]), row_of([7, 2], **params)])
+    assert (beside[0].logprobs, beside[1]) == ([], verdict)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
