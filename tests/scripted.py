@@ -47,11 +47,8 @@ class ScriptedRunner:
         self.page_size = page_size
         self.slots: list[int | None] = [None] * (num_pages * page_size)
         self.num_steps = 0
-        self.failure: BaseException | None = None  # raised by the next step
 
     def verify(self, batch: Batch) -> VerifyOutput:
-        if self.failure is not None:
-            raise self.failure
         self.num_steps += 1
         assert len(batch.slots.unique()) == len(batch.slots), "a slot is written twice in a step"
         for slot, token_id in zip(batch.slots.tolist(), batch.ids.tolist(), strict=True):
