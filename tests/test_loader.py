@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from makefiles import write_drafter, write_target
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -20,7 +21,6 @@ from lampejo.loader import load_model
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.ops.reference import KEY_CHUNK
-from weights.makefiles import write_drafter, write_target
 
 SIZES = {"vocab_size": 260, "hidden_size": 32}
 OPEN_FILES = Path("/proc/self/fd")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from makefiles import DRAFTER_CONFIG, write_drafter
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -14,7 +15,6 @@ from lampejo.models.layers import Rope
 from lampejo.weights.checkpoint import open_checkpoint
 from lampejo.weights.drafters import open_drafter
 from oracle import ROPES, make_llama, save
-from weights.makefiles import DRAFTER_CONFIG, write_drafter
 
 POSITIONS = torch.tensor([0, 1, 31, 1_000, 8_191, 100_000])
 

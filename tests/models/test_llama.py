@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from makefiles import write_gguf
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lampejo.batch import make_batch
@@ -20,7 +21,6 @@ from lampejo.speculate import NgramDrafter
 from lampejo.weights.checkpoint import open_checkpoint
 from oracle import ROPES, SIZES, forward, make_llama, make_qwen2, save
 from tiny import TINY_DRAFTER, make_drafter, make_engine, make_request, prompt_of, run
-from weights.makefiles import write_gguf
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 150  # past every original context in ROPES, and past a chunk of keys
