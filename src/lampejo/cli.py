@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
 from lampejo import __version__
-from lampejo.cli_flags import add_answer_flags, add_model_flags
+from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags
 from lampejo.errors import UserError
 from lampejo.weights.aliases import ALIASES
 
@@ -66,6 +66,7 @@ def make_parser() -> Parser:
     _add_chat(commands)
     _add_pull(commands)
     _add_inspect(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -204,6 +205,31 @@ def _inspect(args: argparse.Namespace) -> int:
     from lampejo.cli_inspect import inspect
 
     return inspect(args.model, args.json)
+
+
+BENCH_EXAMPLES = """The arms answer every prompt in turn, on one loaded model; each answer has to equal that of plain
+decoding. Exit code 1 if any request failed or differed. --suite quick takes about a minute on the default model.
+
+examples:
+  lampejo bench
+  lampejo bench --suite full --peer llama.cpp --report report.html
+  lampejo bench --arms auto --categories editing,code --runs 3
+  lampejo bench --synthetic-acceptance 0.8,0.7,0.6 --json
+"""
+
+
+def _add_bench(commands: Commands) -> None:
+    text = "measure plain decoding and drafts, beside other engines if asked"
+    parser = _add_command(commands, "bench", "[flags]", text, BENCH_EXAMPLES)
+    parser.set_defaults(run=_bench)
+    add_bench_flags(parser)
+    add_model_flags(parser)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from lampejo.cli_bench import bench, bench_options
+
+    return bench(bench_options(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

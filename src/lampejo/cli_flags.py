@@ -54,3 +54,32 @@ def add_answer_flags(parser: argparse.ArgumentParser, with_logprobs: bool = True
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     group.add_argument("--stop-token-id", action="append", type=int, metavar="ID", help="end at this token; repeatable")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end tokens")
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to measure")
+    group.add_argument("--suite", choices=("quick", "full"), default="quick", help="how much (default: quick)")
+    group.add_argument(
+        "--arms", metavar="A,B,...", help="plain, dflash, ngram, auto (default: all); plain always takes part"
+    )
+    group.add_argument(
+        "--categories",
+        metavar="A,B,...",
+        help="chat, code, maths, prose, editing, tools, portuguese, languages (default: all)",
+    )
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer by category (default: the suite's)")
+    group.add_argument("--runs", type=int, metavar="N", help="rounds of everything (default: the suite's)")
+    group.add_argument(
+        "--synthetic-acceptance",
+        metavar="RATES",
+        help="one more arm, whose drafts are right at these rates by slot: 0.8,0.7,0.6, or one rate for all slots",
+    )
+    group.add_argument(
+        "--peer",
+        action="append",
+        metavar="PEER",
+        help="measure beside llama.cpp, transformers, or an OpenAI-compatible server (http://...); repeatable",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object; the tables go to standard error")
+    group.add_argument("--report", metavar="FILE.html", help="write a page with plots")
