@@ -35,7 +35,7 @@ clean:
 
 # The stamps are touched last, so an interrupted installation is taken up again. torch comes first and by itself: TORCH
 # chooses the build, for example TORCH="torch==2.13.0 --index-url ..." for one without CUDA.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lampejo needs Python 3.11 or newer, $(PYTHON) is older; name one with make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)

@@ -120,22 +120,22 @@ def test_log_probabilities_belong_to_the_committed_tokens_and_ignore_the_process
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
-def test_log_probabilities_are_those_of_teacher_forcing(target, sampling):
+def test_log_probabilities_are_those_of_teacher_forcing(reference_target, sampling):
     """P2: within 1e-3 of the scores of one pass over the whole text, for plain and for drafted decoding."""
     prompt = prompt_of(30)
     stops = StopParams(max_tokens=40, ignore_eos=True)
     plain = make_request(prompt, stops, logprobs=5, **sampling)
-    run(make_engine(target), [plain])
+    run(make_engine(reference_target), [plain])
     rng = random.Random(0)
     script = ScriptedDrafter(
         lambda r, w: [t if rng.random() < 0.8 else 3 for t in plain.output_ids[r.num_output : r.num_output + w]]
     )
     drafted = make_request(prompt, stops, logprobs=5, **sampling)
-    run(make_engine(target, [script], width=6), [drafted])
+    run(make_engine(reference_target, [script], width=6), [drafted])
 
     ids = torch.tensor(plain.ids)
-    hidden = teacher_forced(target, ids)
-    scores = target.logits(hidden).float().log_softmax(-1)[len(prompt) - 1 : -1]
+    hidden = teacher_forced(reference_target, ids)
+    scores = reference_target.logits(hidden).float().log_softmax(-1)[len(prompt) - 1 : -1]
     for request in (plain, drafted):
         assert request.ids == plain.ids
         for j, entry in enumerate(request.logprobs):

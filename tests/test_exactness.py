@@ -1,6 +1,7 @@
 """Output with drafts equals output without: the first test of everything that touches decoding.
 
-All engines here run the same tiny target in fp32 on the CPU, so "equal" is equality of ids, and no near-tie is excused.
+All engines here run the same tiny target on the CPU, in fp32 on the reference operations and in 8 bits on the kernels.
+"Equal" is equality of ids, and no near-tie is excused.
 """
 
 import math
@@ -14,6 +15,7 @@ from tiny import (
     EOS,
     TINY_DRAFTER,
     ScriptedDrafter,
+    is_packed,
     make_drafter,
     make_engine,
     make_request,
@@ -104,7 +106,7 @@ def test_the_dflash_drafter_leaves_the_output_as_it_is(target):
     prompts = [prompt_of(n, seed=n) for n in (1, 5, 40, 333)]
     for sampling in ({}, SAMPLED):
         expected = [plain(target, prompt, **sampling) for prompt in prompts]
-        engine = make_engine(target, drafter=make_drafter(), dflash=True, width=5)
+        engine = make_engine(target, drafter=make_drafter(packed=is_packed(target)), dflash=True, width=5)
         requests = [make_request(prompt, LONG, **sampling) for prompt in prompts]
         assert run(engine, requests) == expected
         assert all(request.stats.num_spec_steps > 0 for request in requests)
@@ -158,21 +160,23 @@ def test_prefill_in_chunks_of_any_size_gives_the_same_answer(target, chunk):
 
 def poison(engine):
     """Fills every cache slot that no committed token of a running request owns with NaN."""
-    owned = set()
+    size = engine.page_size
+    free = torch.ones(engine.pool.num_pages, size, dtype=torch.bool)
     for request in engine.scheduler.running:
-        owned |= {request.pages[p // engine.page_size] * engine.page_size + p % engine.page_size
-                  for p in range(request.num_computed)}  # fmt: skip
-    free = torch.tensor([s for s in range(engine.pool.num_pages * engine.page_size) if s not in owned])
+        for position in range(request.num_computed):
+            free[request.pages[position // size], position % size] = False
     for cache in (engine.runner.cache, engine.runner.context_cache):
-        for tensor in (cache.k, cache.v):
-            tensor.view(len(tensor), -1, *tensor.shape[3:])[:, free] = math.nan
+        cache.k.masked_fill_(free[None, :, None, None, :], math.nan)
+        cache.v.masked_fill_(free[None, :, None, :, None], math.nan)
 
 
 def test_rejected_positions_full_of_nan_do_no_harm(target):
     """L5: between steps, all that is not committed becomes NaN, in the target's cache and in the drafter's."""
     prompts = [prompt_of(n, seed=n) for n in (5, 37)]
     expected = [plain(target, prompt) for prompt in prompts]
-    engine = make_engine(target, drafter=make_drafter(), dflash=True, width=5, num_pages=200, page_size=32)
+    engine = make_engine(
+        target, drafter=make_drafter(packed=is_packed(target)), dflash=True, width=5, num_pages=200, page_size=32
+    )
     requests = [make_request(prompt, LONG) for prompt in prompts]
     for request in requests:
         engine.add(request)

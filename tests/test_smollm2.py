@@ -58,6 +58,15 @@ ACCEPTANCE = (1.37, 1.48)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
+    """In fp32 on the reference operations, so that it can be held against `transformers`."""
+    config = EngineConfig(width=WIDTH, max_context=1024, ops="reference")
+    with lampejo.load("smollm2", "dflash", config=config) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def fast_llm() -> Iterator[LLM]:
+    """As users run it: on the kernels, where they were built."""
     with lampejo.load("smollm2", "dflash", config=EngineConfig(width=WIDTH, max_context=1024)) as llm:
         yield llm
 
@@ -132,17 +141,22 @@ def only(drafter: Drafter, wanted: Request) -> Drafter:
     return drafter
 
 
-def test_512_tokens_with_drafts_of_both_kinds_equal_plain_decoding(llm: LLM):
+def test_512_tokens_with_drafts_of_both_kinds_equal_plain_decoding(fast_llm: LLM):
     """L1: the same question plain, with DFlash and with n-gram, side by side; both have really speculated."""
-    target, drafter = llm.engine.runner.target, llm.engine.runner.drafter
+    runner = fast_llm.engine.runner
+    target, drafter = runner.target, runner.drafter
     config = EngineConfig(width=WIDTH, max_context=1024).resolve(8192)
     assert config.num_pages is not None
-    runner = Runner(target, drafter, config.num_pages, config.page_size)
-    prompt = llm.encode([{"role": "user", "content": "Tell me a long story about a fox who wants to see the sea."}])
+    runner = Runner(target, drafter, config.num_pages, config.page_size, runner.cache.k.dtype)
+    prompt = fast_llm.encode(
+        [{"role": "user", "content": "Tell me a long story about a fox who wants to see the sea."}]
+    )
     stops = StopParams(max_tokens=512, ignore_eos=True)
     plain, dflash, ngram = (make_request(prompt, stops) for _ in range(3))
     drafters = [only(NgramDrafter(2), ngram), only(DFlashDrafter(runner), dflash)]
-    engine = Engine(runner, Speculator(drafters, WidthController(NGRAM_MAX_WIDTH, WIDTH)), config, llm.engine.eos_ids)
+    engine = Engine(
+        runner, Speculator(drafters, WidthController(NGRAM_MAX_WIDTH, WIDTH)), config, fast_llm.engine.eos_ids
+    )
     expected, with_dflash, with_ngram = run(engine, [plain, dflash, ngram], check=False)
     assert len(expected) == 512 and plain.stats.num_spec_steps == 0
     assert with_dflash == expected
@@ -239,6 +253,13 @@ def test_acceptance_of_the_packaged_drafter_stays_within_its_band(answers: list[
     measured = acceptance_length([answer.completion.speculation["acceptance_histogram"] for answer in answers])
     assert ACCEPTANCE[0] < measured < ACCEPTANCE[1]
     assert redrafted[0] == pytest.approx(measured, abs=0.01)
+
+
+def test_acceptance_on_the_kernels_stays_within_the_same_band(fast_llm: LLM):
+    """L8: rounding to 8 bits, packed heads and fused drafter layers cost the drafter nothing."""
+    completions = fast_llm.generate(PROMPTS, max_tokens=NUM_TOKENS)
+    histograms = [completion.speculation["acceptance_histogram"] for completion in completions]
+    assert ACCEPTANCE[0] < acceptance_length(histograms) < ACCEPTANCE[1]
 
 
 Change = Callable[[DrafterConfig, dict[str, torch.Tensor]], tuple[DrafterConfig, dict[str, torch.Tensor]]]

@@ -10,6 +10,9 @@ from lampejo.engine import Engine
 from lampejo.models.config import DrafterConfig, ModelConfig, RopeConfig
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
+from lampejo.ops.cpu.fused import PackedLinear, Stored
+from lampejo.ops.cpu.library import Q8
+from lampejo.packing import pack_drafter, pack_target
 from lampejo.request import Request, StopParams
 from lampejo.runner import Runner
 from lampejo.sampling import SamplingParams
@@ -63,19 +66,29 @@ def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     return module
 
 
-def make_target(config: ModelConfig = TINY, seed: int = 0) -> Llama:
+def make_target(config: ModelConfig = TINY, seed: int = 0, packed: bool = False) -> Llama:
+    """``packed``: in 8 bits, on the CPU kernels."""
     target = Llama(config)
     randomise(target, seed)
+    if packed:
+        weights = dict(target.named_parameters())
+        pack_target(target, lambda name: Stored.of(weights[name]), Q8)
     return target
 
 
-def make_drafter(config: DrafterConfig = TINY_DRAFTER, seed: int = 1) -> DFlash:
+def make_drafter(config: DrafterConfig = TINY_DRAFTER, seed: int = 1, packed: bool = False) -> DFlash:
     drafter = DFlash(config)
     randomise(drafter, seed)
     if config.draft_vocab_size:
         ids = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(seed))
         drafter.draft_token_ids = ids[: config.draft_vocab_size].sort().values.int()
+    if packed:
+        pack_drafter(drafter, dict(drafter.named_parameters()), Q8)
     return drafter
+
+
+def is_packed(target: Llama) -> bool:
+    return isinstance(target.lm_head, PackedLinear)
 
 
 class ScriptedDrafter:
@@ -117,7 +130,8 @@ def make_engine(
 ) -> Engine:
     """An engine over a tiny model. ``width`` fixes the number of drafts; ``dflash`` lets the DFlash drafter draft."""
     resolved = EngineConfig(**config).resolve(target.config.max_context)
-    runner = Runner(target, drafter, resolved.num_pages, resolved.page_size)
+    kv_dtype = torch.float16 if is_packed(target) else None
+    runner = Runner(target, drafter, resolved.num_pages, resolved.page_size, kv_dtype)
     all_drafters = list(drafters) + ([DFlashDrafter(runner)] if dflash else [])
     speculator = Speculator(all_drafters, WidthController(NGRAM_MAX_WIDTH, resolved.width))
     return Engine(runner, speculator, resolved, eos_ids)

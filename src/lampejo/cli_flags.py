@@ -21,6 +21,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--width", type=int, metavar="N", help="drafts per step; 0 is plain (default: measured)")
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    group.add_argument(
+        "--ops",
+        choices=("auto", "cpu", "reference"),
+        default="auto",
+        help="cpu: the kernels in C++; reference: PyTorch in fp32; auto: the kernels where they run (default: auto)",
+    )
+    group.add_argument(
+        "--quantize",
+        choices=("q8", "q4", "none"),
+        default="q8",
+        help="how the kernels hold weights that the files store as floats; none keeps fp32 (default: q8)",
+    )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
 
 

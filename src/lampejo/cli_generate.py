@@ -169,7 +169,7 @@ def _comparison(plain: Completion, drafted: Completion, info: dict[str, Any], sp
     faster = "" if speedup is None else f", {speedup:.2f} times plain"
     return "\n".join(
         [
-            f"{info['model']}, {info['quantization']}, {info['device']} {info['dtype']}",
+            f"{info['model']}, {info['quantization']}, {info['ops']} {info['dtype']}",
             rule,
             side_by_side("plain", drafting_mode(info), width),
             rule,

@@ -24,6 +24,8 @@ class ModelOptions:
     width: int | None = None
     context: int | None = None
     threads: int | None = None
+    ops: str = "auto"
+    quantize: str = "q8"
 
     def __post_init__(self) -> None:
         if self.width is not None:
@@ -42,7 +44,7 @@ class ModelOptions:
 
     @property
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(max_context=self.context, width=self.width)
+        return EngineConfig(max_context=self.context, width=self.width, ops=self.ops, quantize=self.quantize)
 
     def load(self) -> LLM:
         with status(f"loading {self.model}"):
@@ -62,7 +64,14 @@ class ModelOptions:
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
     return ModelOptions(
-        args.model, args.drafter, _whole_numbers(args.target_layer_ids), args.width, args.context, args.threads
+        model=args.model,
+        drafter=args.drafter,
+        target_layer_ids=_whole_numbers(args.target_layer_ids),
+        width=args.width,
+        context=args.context,
+        threads=args.threads,
+        ops=args.ops,
+        quantize=args.quantize,
     )
 
 

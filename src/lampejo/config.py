@@ -13,7 +13,9 @@ class EngineConfig:
 
     max_context: tokens of prompt and answer together; max_rows: requests decoded at once; token_budget: most tokens
     of one step, which bounds a prefill chunk; num_pages pages of page_size tokens hold all keys and values; width: a
-    fixed number of drafted tokens per step, None lets the controller choose.
+    fixed number of drafted tokens per step, None lets the controller choose; ops: "cpu" (the kernels), "reference", or
+    "auto"; quantize: how the CPU kernels hold weights that the checkpoint stores as floats, "q8", "q4", or "none" (fp32
+    on the reference operations). Weights that are quantised already keep their codes, or go to 8 bits.
     """
 
     max_context: int | None = None
@@ -22,11 +24,17 @@ class EngineConfig:
     page_size: int = 32
     num_pages: int | None = None
     width: int | None = None
+    ops: str = "auto"
+    quantize: str = "q8"
 
     def resolve(self, model_context: int) -> "EngineConfig":
         """Fills what is open from the model's own context limit, and refuses what cannot work."""
+        choices = {"ops": ("auto", "cpu", "reference"), "quantize": ("q8", "q4", "none")}
         for name, value in vars(self).items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if name in choices:
+                if value not in choices[name]:
+                    raise UserError(f"{name} is {value!r}; it must be one of {', '.join(choices[name])}.")
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise UserError(f"{name} is {value}; it must be a whole number.")
         max_context = model_context if self.max_context is None else self.max_context
         if not 2 <= max_context <= model_context:

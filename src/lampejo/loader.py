@@ -13,6 +13,10 @@ from lampejo.errors import UserError
 from lampejo.models.config import DrafterConfig
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
+from lampejo.ops.cpu import instruction_set
+from lampejo.ops.cpu import set_threads as set_kernel_threads
+from lampejo.ops.cpu.library import Q4, Q8
+from lampejo.packing import fits_kernels, pack_drafter, pack_target
 from lampejo.runner import Runner
 from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
@@ -55,15 +59,18 @@ def load_model(
         config = config.resolve(checkpoint.config.max_context)
         assert config.max_context is not None and config.num_pages is not None
         tokenizer = load_tokenizer(checkpoint)
-        drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids)
-        target = load_target(checkpoint)
-        runner = Runner(target, dflash, config.num_pages, config.page_size)
+        packed_kind = _packed_kind(config, checkpoint.config.head_dim)
+        drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids, packed_kind is not None)
+        target = load_target(checkpoint, packed_kind)
+        kv_dtype = None if packed_kind is None else torch.float16
+        runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype)
         speculator = _speculator(drafter, runner, config)
         info = {
             "model": checkpoint.name,
             "architecture": checkpoint.config.architecture,
             "quantization": checkpoint.quantization,
             "device": str(runner.device),
+            "ops": "reference" if packed_kind is None else f"cpu ({instruction_set()})",
             "dtype": str(target.model.norm.weight.dtype).removeprefix("torch."),
             "drafter": drafter_name,
             "drafters": [d.name for d in speculator.drafters],
@@ -83,7 +90,22 @@ def load_model(
         )
     if threads is not None:  # last, so that a failed load changes nothing
         torch.set_num_threads(threads)
+    set_kernel_threads(threads or torch.get_num_threads())
     return loaded, config
+
+
+def _packed_kind(config: EngineConfig, head_dim: int) -> int | None:
+    """How the CPU kernels pack float weights, or None where the reference operations run."""
+    if config.quantize == "none" or config.ops == "reference":
+        return None
+    usable = instruction_set() is not None and fits_kernels(head_dim, config.page_size)
+    if not usable and config.ops == "cpu":
+        raise UserError(
+            "The CPU kernels cannot serve this model here: they were not built, or do not know this processor or these "
+            "head and page sizes.",
+            "Install lampejo where a C++ compiler is at hand, or use the reference operations.",
+        )
+    return {"q4": Q4, "q8": Q8}[config.quantize] if usable else None
 
 
 def without_drafts(loaded: Loaded) -> Loaded:
@@ -92,35 +114,51 @@ def without_drafts(loaded: Loaded) -> Loaded:
     return replace(loaded, speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)), info=info)
 
 
-def load_target(checkpoint: Checkpoint) -> Llama:
-    """The target with its weights in fp32."""
+def load_target(checkpoint: Checkpoint, packed_kind: int | None = None) -> Llama:
+    """The target with its weights in fp32; or packed for the CPU kernels, those that are stored as floats as
+    ``packed_kind``."""
     with torch.device("meta"):
         target = Llama(checkpoint.config)
     expected = {name: tuple(p.shape) for name, p in target.named_parameters()}
     check_tensors(checkpoint, expected)
-    _assign(target, {name: checkpoint.read(name) for name in expected})
-    if checkpoint.config.tie_word_embeddings:
-        target.lm_head.weight = target.model.embed_tokens.weight
+    tied = checkpoint.config.tie_word_embeddings
+    if packed_kind is None:
+        _assign(target, {name: checkpoint.read(name) for name in expected})
+        if tied:
+            target.lm_head.weight = target.model.embed_tokens.weight
+    else:
+        _assign(target, {name: checkpoint.read(name) for name, shape in expected.items() if len(shape) == 1})
+        if tied:
+            target.lm_head.weight = target.model.embed_tokens.weight  # one parameter again: it is packed once
+        pack_target(target, checkpoint.stored, packed_kind)
+    _check_complete(target)
     return target
 
 
-def build_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> DFlash:
-    """A DFlash drafter from checked tensors, in fp32."""
+def build_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor], packed: bool = False) -> DFlash:
+    """A DFlash drafter from checked tensors, in fp32, or packed in 8 bits for the CPU kernels."""
     with torch.device("meta"):
         drafter = DFlash(config)
-    _assign(drafter, {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
+    kept = {name: t for name, t in tensors.items() if not packed or t.ndim == 1}
+    _assign(drafter, {name: t.float() if t.is_floating_point() else t for name, t in kept.items()})
+    if packed:
+        pack_drafter(drafter, tensors, Q8)
+    _check_complete(drafter)
     return drafter
 
 
 def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     module.load_state_dict(tensors, strict=False, assign=True)
     module.requires_grad_(False)
+
+
+def _check_complete(module: nn.Module) -> None:
     left = [name for name, p in module.named_parameters() if p.is_meta]
-    assert not left or left == ["lm_head.weight"], left
+    assert not left, left
 
 
 def _load_drafter(
-    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None
+    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None, packed: bool
 ) -> tuple[str, DFlash | None]:
     """The DFlash drafter that ``--drafter`` asks for, and its name for people."""
     if drafter in ("none", "ngram"):
@@ -136,7 +174,7 @@ def _load_drafter(
         if place is None:
             return "ngram (no DFlash drafter is known for this model)", None
     config, tensors = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids, checkpoint.eos_ids)
-    return Path(str(place)).name, build_drafter(config, tensors)
+    return Path(str(place)).name, build_drafter(config, tensors, packed)
 
 
 def _speculator(drafter: str, runner: Runner, config: EngineConfig) -> Speculator:

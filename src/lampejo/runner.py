@@ -10,7 +10,7 @@ import torch
 
 from lampejo import ops
 from lampejo.batch import Batch
-from lampejo.cache import PagedCache
+from lampejo.cache import BlockView, CausalView, PagedCache
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.request import Request
@@ -26,29 +26,36 @@ class VerifyOutput:
 class Runner:
     """Target and drafter with their caches on one device."""
 
-    def __init__(self, target: Llama, drafter: DFlash | None, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        target: Llama,
+        drafter: DFlash | None,
+        num_pages: int,
+        page_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """``kv_dtype``: of cached keys and values, None: as the weights."""
         self.target = target
         self.drafter = drafter
         weight = target.model.norm.weight
         self.device = weight.device
+        kv_dtype = kv_dtype or weight.dtype
         self.page_size = page_size
         config = target.config
         self.cache = PagedCache(
-            config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, weight.dtype, self.device
+            config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, kv_dtype, self.device
         )
         if drafter is None:
             return
         draft = drafter.config
         self.context_cache = PagedCache(
-            draft.num_layers, num_pages, page_size, draft.num_kv_heads, draft.head_dim, weight.dtype, self.device
+            draft.num_layers, num_pages, page_size, draft.num_kv_heads, draft.head_dim, kv_dtype, self.device
         )
-        head = target.lm_head.weight
+        self.draft_head = target.lm_head
+        self.draft_token_ids = torch.arange(config.vocab_size, device=self.device)
         if draft.draft_vocab_size:
             self.draft_token_ids = drafter.draft_token_ids.long()
-            self.draft_head = head[self.draft_token_ids].contiguous()
-        else:
-            self.draft_token_ids = torch.arange(config.vocab_size, device=self.device)
-            self.draft_head = head
+            self.draft_head = target.lm_head.select(self.draft_token_ids)
         # Position of each target id in the draft vocabulary; the last draft id stands for every other token.
         self.to_draft_id = torch.full((config.vocab_size,), len(self.draft_token_ids), device=self.device)
         self.to_draft_id[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=self.device)
@@ -62,13 +69,9 @@ class Runner:
     @torch.inference_mode()
     def verify(self, batch: Batch) -> VerifyOutput:
         """One pass of the target over all tokens of a step; writes their keys and values."""
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self.cache.write(layer, k, v, batch.slots)
-            return ops.paged_attention(q, self.cache.k[layer], self.cache.v[layer], batch.segments)
-
         tap_layers = self.drafter.config.target_layer_ids if self.drafter else ()
-        hidden, taps = self.target(batch.ids, batch.positions, attend, tap_layers)
+        view = CausalView(self.cache, batch.segments, batch.slots)
+        hidden, taps = self.target(batch.ids, batch.positions, view, tap_layers)
         if len(batch.logit_index) == 0:
             return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps)
         return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps)
@@ -81,9 +84,8 @@ class Runner:
         if not index:
             return
         keep = torch.tensor(index, device=self.device)
-        ctx = self.drafter.context(taps[keep])
-        for layer, (k, v) in enumerate(self.drafter.context_key_values(ctx, batch.positions[keep])):
-            self.context_cache.write(layer, k, v, batch.slots[keep])
+        view = CausalView(self.context_cache, (), batch.slots[keep])
+        self.drafter.store_context(self.drafter.context(taps[keep]), batch.positions[keep], view)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
@@ -99,19 +101,14 @@ class Runner:
         ids[:, 0] = anchor_ids
         positions = torch.tensor(anchors, device=self.device)[:, None] + torch.arange(block, device=self.device)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            window = config.windows[layer]
-            context = [
-                self.context_cache.read(layer, request.pages, 0 if window is None else max(0, a - window + 1), a)
-                for request, a in zip(requests, anchors, strict=True)
-            ]
-            q, k, v = (x.view(num_rows, block, *x.shape[1:]) for x in (q, k, v))
-            keys, values = [c[0] for c in context], [c[1] for c in context]
-            return ops.block_attention(q, k, v, keys, values, config.causal[layer], window).flatten(0, 1)
-
-        hidden = self.drafter(self.target.embed(ids.flatten()), positions.flatten(), attend)
+        segments = [
+            ops.Segment(i * block, block, anchor, request.pages)
+            for i, (request, anchor) in enumerate(zip(requests, anchors, strict=True))
+        ]
+        view = BlockView(self.context_cache, segments, config.causal, config.windows)
+        hidden = self.drafter(self.target.embed(ids.flatten()), positions.flatten(), view)
         hidden = hidden.view(num_rows, block, -1)[:, 1 : num_slots + 1]  # row i predicts the token at row i
-        logits = ops.linear(hidden.flatten(0, 1), self.draft_head).float().view(num_rows, num_slots, -1)
+        logits = self.draft_head(hidden.flatten(0, 1)).float().view(num_rows, num_slots, -1)
         chosen = self._choose_drafts(logits, requests, anchor_ids, anchors)
         return [ids[:width] for ids, width in zip(chosen.tolist(), widths, strict=True)]
 

@@ -199,7 +199,7 @@ def test_draft_logits_are_the_targets_own_head_over_all_of_its_vocabulary(tied: 
     # A head whose last row wins: the last id of the vocabulary can be drafted.
     hidden = torch.ones(6, TINY.hidden_size)
     drafter.register_forward_hook(lambda module, inputs, output: hidden)
-    runner.draft_head[-1] = 100.0
+    runner.draft_head.weight[-1] = 100.0
     assert runner.draft([request], [5])[0] == [last] * 5
 
 

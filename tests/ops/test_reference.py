@@ -50,9 +50,11 @@ def paged(num_tokens, num_kv, head_dim, page_size):
     k, v = torch.randn(num_tokens, num_kv, head_dim), torch.randn(num_tokens, num_kv, head_dim)
     pages = torch.randperm(num_pages)[: num_pages // 2].tolist()
     slots = torch.tensor([pages[p // page_size] * page_size + p % page_size for p in range(num_tokens)])
-    caches = [torch.full((num_pages, page_size, num_kv, head_dim), math.nan) for _ in range(2)]
-    ops.write_pages(caches[0], k, slots)
-    ops.write_pages(caches[1], v, slots)
+    caches = [
+        torch.full((num_pages, num_kv, head_dim, page_size), math.nan),
+        torch.full((num_pages, num_kv, page_size, head_dim), math.nan),
+    ]
+    ops.write_pages(*caches, k, v, slots)
     return k, v, caches, pages
 
 

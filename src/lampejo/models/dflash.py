@@ -11,15 +11,20 @@ bias from the token before the slot, so that drafting goes through the slots in 
 Shape legend: T tokens, R rows, B block length, H hidden, Q query heads, G key/value heads, D head size, V draft ids.
 """
 
-from typing import cast
+from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lampejo import ops
 from lampejo.models.config import DrafterConfig
 from lampejo.models.layers import MLP, Attend, Linear, RMSNorm, Rope, Rotation
+
+
+class ContextStore(Protocol):
+    """Where the context's keys and values go: pages when serving, a list when training."""
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
 
 
 class Attention(nn.Module):
@@ -56,6 +61,9 @@ class Layer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rotation, layer, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def store_context(self, ctx: torch.Tensor, rotation: Rotation, layer: int, view: ContextStore) -> None:
+        view.store(layer, *self.self_attn.key_value(ctx, rotation))
+
 
 class MarkovHead(nn.Module):
     """Low-rank bias on a slot's logits from the draft id of the token before it; the last row is "any other token"."""
@@ -67,7 +75,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """draft_ids [R] -> [R, V]."""
-        return self.successor(F.embedding(draft_ids, self.predecessor.weight))
+        return self.successor(self.predecessor(draft_ids))
 
 
 class DFlash(nn.Module):
@@ -91,10 +99,11 @@ class DFlash(nn.Module):
         """taps [T, num_taps * H] -> ctx [T, H], the part that all layers share."""
         return self.hidden_norm(self.fc(taps))
 
-    def context_key_values(self, ctx: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """ctx [T, H] at its true positions [T] -> per layer k, v [T, G, D]."""
+    def store_context(self, ctx: torch.Tensor, positions: torch.Tensor, view: ContextStore) -> None:
+        """Hands each layer's keys and values of ctx [T, H], at its true positions [T], to ``view.store``."""
         rotation = self.rope(positions)
-        return [cast(Layer, layer).self_attn.key_value(ctx, rotation) for layer in self.layers]
+        for i, layer in enumerate(self.layers):
+            cast(Layer, layer).store_context(ctx, rotation, i, view)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Embedded blocks, flat. x [R * B, H], positions [R * B] -> normed hidden states [R * B, H]."""

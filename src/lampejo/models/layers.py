@@ -12,7 +12,8 @@ from torch import nn
 from lampejo import ops
 from lampejo.models.config import RopeConfig
 
-# attend(layer, q [T, Q, D], k [T, G, D], v [T, G, D]) -> [T, Q, D]. Serving stores k and v in pages, training does not.
+# attend(layer, q [T, Q, D], k [T, G, D], v [T, G, D]) -> [T, Q, D]. Serving stores k and v in pages (``cache``),
+# training does not.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin, each [T, D/2]
 
@@ -27,6 +28,14 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
+
+    def select(self, rows: torch.Tensor) -> "Linear":
+        """The same layer for some of its outputs. rows [n] -> weight [n, K]."""
+        part = Linear(self.weight.shape[1], 0, bias=self.bias is not None)
+        part.weight = nn.Parameter(self.weight[rows], requires_grad=False)
+        if self.bias is not None:
+            part.bias = nn.Parameter(self.bias[rows], requires_grad=False)
+        return part
 
 
 class RMSNorm(nn.Module):

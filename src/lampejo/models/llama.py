@@ -5,7 +5,6 @@ size, V vocabulary.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lampejo import ops
@@ -77,13 +76,13 @@ class Llama(nn.Module):
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotation, i, attend)
             if i in tap_layers:
-                taps[i] = x
+                taps[i] = x.clone()  # fused layers change x in place
         joined = torch.cat([taps[i] for i in tap_layers], dim=-1) if tap_layers else x.new_empty(len(ids), 0)
         return self.model.norm(x), joined
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> [T, H]; the drafter reads the same embedding."""
-        return F.embedding(ids, self.model.embed_tokens.weight)
+        return self.model.embed_tokens(ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H] -> [T, V], fp32."""

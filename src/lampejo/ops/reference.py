@@ -66,9 +66,15 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
-def write_pages(cache: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Stores one entry per token. cache [P, S, G, D], values [T, G, D], slots [T] = page * S + offset."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, values.to(cache.dtype))
+def write_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Stores one key and one value per token. k_cache [P, G, D, S], v_cache [P, G, S, D]; k, v [T, G, D]; slots [T] are
+    page * S + offset."""
+    page_size = k_cache.shape[-1]
+    pages, offsets = slots // page_size, slots % page_size
+    k_cache[pages, :, :, offsets] = k.to(k_cache.dtype)
+    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
 
 
 def paged_attention(
@@ -76,13 +82,12 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of each segment over its own pages, its own tokens included (already written).
 
-    q [T, Q, D], caches [P, S, G, D] -> [T, Q, D]. What a page holds past a segment's last token never matters,
-    not even NaN.
+    q [T, Q, D], k_cache [P, G, D, S], v_cache [P, G, S, D] -> [T, Q, D]. What a page holds past a segment's last token
+    never matters, not even NaN.
     """
     out = torch.empty_like(q)
     for segment in segments:
-        num_keys = segment.position + segment.length
-        keys, values = _key_chunks(k_cache, segment.pages, num_keys), _key_chunks(v_cache, segment.pages, num_keys)
+        keys, values = _chunks(k_cache, v_cache, segment.pages, segment.position + segment.length)
         for first in range(0, segment.length, QUERY_TILE):  # bounds the memory that the scores take
             length = min(QUERY_TILE, segment.length - first)
             start = segment.start + first
@@ -90,19 +95,25 @@ def paged_attention(
     return out
 
 
-def _key_chunks(cache: torch.Tensor, pages: Sequence[int], num_keys: int) -> torch.Tensor:
-    """A row's first ``num_keys`` positions, in chunks of fixed size, zero past the end: [chunks, G, KEY_CHUNK, D]."""
-    page_size, num_kv, head_dim = cache.shape[1:]
+def _chunks(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Sequence[int], num_keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's first ``num_keys`` positions in chunks of fixed size: keys [chunks, G, D, KEY_CHUNK], values
+    [chunks, G, KEY_CHUNK, D]. Values past the end are zero, keys there are whatever the page holds."""
+    num_kv, head_dim, page_size = k_cache.shape[1:]
     num_chunks = -(-num_keys // KEY_CHUNK)
     needed = list(pages[: -(-num_keys // page_size)])
-    needed += [needed[0]] * (num_chunks * (KEY_CHUNK // page_size) - len(needed))  # any page: zeroed below
-    flat = cache[torch.tensor(needed, device=cache.device)].view(num_chunks * KEY_CHUNK, num_kv, head_dim)
-    flat[num_keys:] = 0  # slots past the end may hold anything, and 0 * NaN is NaN
-    return flat.view(num_chunks, KEY_CHUNK, num_kv, head_dim).transpose(1, 2).float().contiguous()
+    needed += [needed[0]] * (num_chunks * (KEY_CHUNK // page_size) - len(needed))  # any page: hidden below
+    index = torch.tensor(needed, device=k_cache.device)
+    keys = k_cache[index].view(num_chunks, -1, num_kv, head_dim, page_size).permute(0, 2, 3, 1, 4).float()
+    values = v_cache[index].view(num_chunks, -1, num_kv, page_size, head_dim).transpose(1, 2).float()
+    values = values.reshape(num_chunks, num_kv, KEY_CHUNK, head_dim)
+    values[-1, :, num_keys - (num_chunks - 1) * KEY_CHUNK :] = 0  # 0 * NaN is NaN
+    return keys.reshape(num_chunks, num_kv, head_dim, KEY_CHUNK), values
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int) -> torch.Tensor:
-    """q [n, Q, D] at ``position`` and on, keys and values [chunks, G, KEY_CHUNK, D] -> [n, Q, D].
+    """q [n, Q, D] at ``position`` and on, keys and values of ``_chunks`` -> [n, Q, D].
 
     Row-invariant: the maximum is exact whatever the order, each chunk is a matrix product of fixed shape, and the
     chunks are added up one after another (``cumsum``), where those that are hidden add exact zeros.
@@ -118,7 +129,7 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position:
     query_position = position + torch.arange(padded, device=q.device).repeat_interleave(group)
     key_position = torch.arange(num_chunks * KEY_CHUNK, device=q.device).view(num_chunks, 1, 1, KEY_CHUNK)
 
-    scores = torch.matmul(rows, keys.transpose(-1, -2))  # [chunks, G, padded * group, KEY_CHUNK]
+    scores = torch.matmul(rows, keys)  # [chunks, G, padded * group, KEY_CHUNK]
     scores = scores.masked_fill(key_position > query_position[:, None], HIDDEN_SCORE)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True).amax(0))
     total = weights.sum(-1, keepdim=True).cumsum(0)[-1]

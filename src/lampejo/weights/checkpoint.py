@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lampejo.errors import UserError
 from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, hf_name, model_config_from_gguf, model_config_from_hf
+from lampejo.ops.cpu.fused import Stored
 from lampejo.weights.files import damaged, read_json
 from lampejo.weights.gguf import GgufFile
 from lampejo.weights.safetensors import SafetensorsFolder
@@ -129,11 +130,30 @@ class Checkpoint:
         if not isinstance(self._source, GgufFile):
             return self._source.read(name).to(dtype)
         tensor = self._source.read(self._names[name], dtype)
+        heads = self._interleaved_heads(name)
+        return rotate_half_order(tensor, heads) if heads else tensor
+
+    def stored(self, name: str) -> Stored:
+        """A matrix as the file has it, for packing: its bytes, and in which order they hold its rows."""
+        if not isinstance(self._source, GgufFile):
+            return Stored.of(self._source.read(name))
+        kind, data = self._source.read_raw(self._names[name])
+        shape = self.info(name)[0]
+        order = None
+        heads = self._interleaved_heads(name)
+        if heads:
+            order = torch.empty(shape[0], dtype=torch.int32)
+            order[rotate_half_order(torch.arange(shape[0]), heads)] = torch.arange(shape[0], dtype=torch.int32)
+        return Stored(kind, (shape[0], shape[1]), data, order)
+
+    def _interleaved_heads(self, name: str) -> int:
+        """The number of heads of a q or k projection whose rows the file interleaves, else 0."""
         module = name.rpartition(".")[0]
-        if self.config.architecture == "llama" and module.endswith((".q_proj", ".k_proj")):
-            heads = self.config.num_heads if module.endswith(".q_proj") else self.config.num_kv_heads
-            return rotate_half_order(tensor, heads)
-        return tensor
+        if self.format == "safetensors" or self.config.architecture != "llama":
+            return 0
+        if module.endswith(".q_proj"):
+            return self.config.num_heads
+        return self.config.num_kv_heads if module.endswith(".k_proj") else 0
 
     def close(self) -> None:
         self._source.close()

@@ -181,5 +181,10 @@ class GgufFile:
                 result[i : i + step] = torch.from_numpy(dequantize(rows[i : i + step], entry.type))
         return result.view(entry.shape)
 
+    def read_raw(self, name: str) -> tuple[int, Tensor]:
+        """GGUF type number and the bytes of one tensor, uint8, as they stand in the file."""
+        entry = self.tensors[name]
+        return int(entry.type), read_bytes(self._file, self.path, entry.offset, entry.num_bytes)
+
     def close(self) -> None:
         self._file.close()

@@ -1,0 +1,134 @@
+// Runs every kernel on fixed inputs of odd sizes, checks row invariance, and prints a hash of all results. As kernels keep one
+// order of accumulation, the hash is the same on every instruction set (tests compare x86-64 with AArch64 under
+// emulation, and run this program with sanitizers): scripts/check_kernels.sh.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "lampejo_kernels.h"
+
+static uint64_t hash = 14695981039346656037ull;
+static uint32_t state = 1;
+
+static float noise() {  // a linear congruential generator, the same everywhere
+    state = state * 1664525u + 1013904223u;
+    return static_cast<float>(static_cast<int32_t>(state >> 8) - (1 << 23)) / (1 << 23);
+}
+
+static std::vector<float> noises(size_t n) {
+    std::vector<float> x(n);
+    for (float& value : x) value = noise();
+    return x;
+}
+
+static void digest(const char* what, const std::vector<float>& x) {
+    for (float value : x) {
+        uint32_t bits;
+        if (!std::isfinite(value)) std::printf("%s: not finite\n", what), std::exit(1);
+        value += 0.0f;  // -0 and 0 are equal
+        std::memcpy(&bits, &value, 4);
+        hash = (hash ^ bits) * 1099511628211ull;
+    }
+    std::printf("%-12s %016llx\n", what, static_cast<unsigned long long>(hash));
+}
+
+struct Packed {
+    std::vector<uint8_t> data;
+    Matrix matrix;
+    Packed(int kind, int num_out, int num_in) : data(lampejo_packed_bytes(kind, num_out, num_in)) {
+        std::vector<uint8_t> source;
+        int type = 0;  // floats
+        if (kind == Q4K) {
+            type = 12;
+            source.resize(static_cast<size_t>(num_out) * num_in / 256 * 144);
+            for (size_t i = 0; i < source.size(); i++) source[i] = static_cast<uint8_t>(127 + 127 * noise());
+            for (size_t i = 0; i < source.size(); i += 144) source[i + 1] = source[i + 3] = 0x1c;  // f16 scales near 0.004
+        } else {
+            const auto x = noises(static_cast<size_t>(num_out) * num_in);
+            source.resize(x.size() * 4);
+            std::memcpy(source.data(), x.data(), source.size());
+        }
+        if (lampejo_pack(kind, data.data(), num_out, num_in, type, source.data(), nullptr)) std::exit(1);
+        matrix = {data.data(), kind, num_out, num_in, nullptr};
+    }
+};
+
+static void matmuls() {
+    const int sizes[][3] = {{Q4, 37, 50}, {Q8, 37, 50}, {Q4, 8, 32}, {Q8, 1, 1}, {Q4, 130, 576}, {Q4K, 45, 512}, {Q8, 260, 96}};
+    for (const auto& s : sizes) {
+        Packed packed(s[0], s[1], s[2]);
+        const int tokens = 19;
+        const auto x = noises(static_cast<size_t>(tokens) * s[2]);
+        std::vector<float> whole(static_cast<size_t>(tokens) * s[1]);
+        lampejo_matmul(&packed.matrix, x.data(), tokens, whole.data());
+        for (int first = 0; first < tokens; first++)
+            for (int n = 1; first + n <= tokens; n += 3) {
+                std::vector<float> part(static_cast<size_t>(n) * s[1]);
+                lampejo_matmul(&packed.matrix, x.data() + static_cast<size_t>(first) * s[2], n, part.data());
+                if (std::memcmp(part.data(), whole.data() + static_cast<size_t>(first) * s[1], part.size() * 4))
+                    std::printf("matmul of kind %d is not row-invariant\n", s[0]), std::exit(1);
+            }
+        digest("matmul", whole);
+        std::vector<float> rows(s[2]);
+        const int64_t row = s[1] - 1;
+        lampejo_unpack_rows(&packed.matrix, &row, 1, rows.data());
+        digest("unpack", rows);
+    }
+}
+
+static void layers() {
+    const int hidden = 72, heads = 6, kv = 2, dim = 16, wide = 100, size = 16, pages = 8, tokens = 41;
+    const auto norm = noises(hidden), q_norm = noises(dim);
+    std::vector<float> cos(tokens * dim / 2), sin(cos.size());
+    for (size_t i = 0; i < cos.size(); i++) cos[i] = noise(), sin[i] = noise();
+    Packed q(Q8, heads * dim, hidden), k(Q8, kv * dim, hidden), v(Q4, kv * dim, hidden), o(Q4, hidden, heads * dim);
+    Packed gate(Q4, wide, hidden), up(Q8, wide, hidden), down(Q8, hidden, wide);
+    const auto bias = noises(heads * dim);
+    q.matrix.bias = bias.data();
+    const int32_t table[] = {5, 2, 7, 0, 3, 1};
+    std::vector<uint16_t> k_cache(static_cast<size_t>(pages) * kv * dim * size, 0x7e00), v_cache(k_cache);  // NaN
+    std::vector<int64_t> slots(tokens);
+    for (int p = 0; p < tokens; p++) slots[p] = static_cast<int64_t>(table[p / size]) * size + p % size;
+    AttentionHalf attention = {norm.data(), 1e-5f, heads, kv, dim, q.matrix, k.matrix, v.matrix, o.matrix, nullptr, nullptr, 0, 0, 0, 0};
+    MlpHalf mlp = {norm.data(), 1e-5f, 0, gate.matrix, up.matrix, down.matrix};
+    auto x = noises(static_cast<size_t>(tokens) * hidden);
+    const Segment whole = {0, tokens, 0, 0};
+    Batch batch = {tokens, 1, size, 0, &whole, table, slots.data(), cos.data(), sin.data()};
+    lampejo_attention_half(&attention, &batch, x.data(), k_cache.data(), v_cache.data());
+    digest("attention", x);
+    lampejo_mlp_half(&mlp, x.data(), tokens);
+    digest("mlp", x);
+    for (const int window : {0, 3, 9})
+        for (const int causal : {0, 1}) {
+            AttentionHalf drafter = attention;
+            drafter.q_norm = drafter.k_norm = q_norm.data(), drafter.qk_eps = 1e-6f;
+            drafter.block = 5, drafter.causal = causal, drafter.window = window;
+            const Segment blocks[] = {{0, 5, 20, 0}, {5, 5, 0, 3}};
+            Batch two = {10, 2, size, 0, blocks, table, nullptr, cos.data(), sin.data()};
+            auto y = noises(10 * hidden);
+            lampejo_attention_half(&drafter, &two, y.data(), k_cache.data(), v_cache.data());
+            digest("drafter", y);
+        }
+    ContextHalf context = {kv, dim, k.matrix, v.matrix, q_norm.data(), 1e-6f, 0};
+    lampejo_context_half(&context, &batch, x.data(), k_cache.data(), v_cache.data());
+    const auto queries = noises(static_cast<size_t>(tokens) * heads * dim);
+    std::vector<float> out(queries.size());
+    lampejo_paged_attention(&batch, queries.data(), k_cache.data(), v_cache.data(), heads, kv, dim, out.data());
+    digest("paged", out);
+}
+
+int main(int argc, char** argv) {
+    if (argc > 1 && !lampejo_force_isa(argv[1])) return std::printf("%s does not run here\n", argv[1]), 2;
+    std::printf("isa %s\n", lampejo_isa());
+    for (const int threads : {1, 3}) {
+        hash = 14695981039346656037ull, state = 1;
+        lampejo_set_threads(threads);
+        matmuls();
+        layers();
+    }
+    lampejo_set_threads(1);
+    std::printf("hash %016llx\n", static_cast<unsigned long long>(hash));
+    return 0;
+}

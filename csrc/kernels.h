@@ -1,0 +1,20 @@
+// What each instruction set provides, and what all of them share.
+#pragma once
+#include "lampejo_kernels.h"
+
+constexpr int MAX_PAGE = 64;  // tokens of a page
+constexpr int MAX_DIM = 256;  // of a head
+constexpr float HIDDEN = -1e30f;
+
+struct Kernels {
+    void (*matmul)(const Matrix&, const float* x, int num_tokens, float* out);
+    void (*rms_norm)(const float* norm, float eps, int size, const float* x, int num_tokens, float* out);
+    void (*attention_half)(const AttentionHalf&, const Batch&, float* x, uint16_t* k_cache, uint16_t* v_cache);
+    void (*mlp_half)(const MlpHalf&, float* x, int num_tokens);
+    void (*context_half)(const ContextHalf&, const Batch&, const float* ctx, uint16_t* k_cache, uint16_t* v_cache);
+    void (*paged_attention)(const Batch&, const float* q, const uint16_t* k_cache, const uint16_t* v_cache, int num_heads,
+                            int num_kv, int dim, float* out);
+    void (*add_gumbel)(const float* logits, float temperature, uint64_t key, const int64_t* ids, int num_ids, float* out);
+};
+
+size_t packed_bytes(int kind, int num_out, int num_in);

@@ -1,0 +1,97 @@
+// The C interface of the CPU kernels: plain structs and functions, loaded by lampejo/ops/cpu through ctypes.
+//
+// Promise kept by every kernel: the result of a token (a row of its input) is bit-identical whatever the number of rows and
+// threads, because each row has accumulators of its own and one fixed order of accumulation.
+//
+// Shape legend: T tokens, K inputs, N outputs, Q query heads, G key/value heads, D head size, P pages, S page size.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define LAMPEJO_API __attribute__((visibility("default")))
+extern "C" {
+
+// Matrices are packed in blocks of 8 output rows by groups of 32 inputs; N and K are padded with zeros.
+enum MatrixKind : int32_t {
+    Q4 = 0,   // codes 0..15, f16 scale and minimum per 32: w = scale * code + minimum          (160 bytes per 8 x 32)
+    Q4K = 1,  // as Q4, scale and minimum are f16 per 256 times 6 bits per 32 (GGUF's Q4_K)     (1184 bytes per 8 x 256)
+    Q8 = 2,   // codes -128..127, f16 scale per 32: w = scale * code                            (272 bytes per 8 x 32)
+};
+
+struct Matrix {
+    const uint8_t* data;
+    int32_t kind;
+    int32_t num_out, num_in;
+    const float* bias;  // [N] or null
+};
+
+// Tokens of a step. A segment is a row's run of tokens; `pages` of all segments lie one after another.
+struct Segment {
+    int32_t start, length, position;  // first token in the batch, number of tokens, absolute position of the first
+    int32_t first_page;               // index into `pages`
+};
+struct Batch {
+    int32_t num_tokens, num_segments, page_size, reserved;
+    const Segment* segments;
+    const int32_t* pages;
+    const int64_t* slots;      // [T] page * S + offset, where a token's key and value go
+    const float *cos, *sin;    // [T, D/2]
+};
+
+// x + o(attention(rope(qkv(norm(x))))): the attention half of a layer.
+struct AttentionHalf {
+    const float* norm;  // [K]
+    float eps;
+    int32_t num_heads, num_kv_heads, head_dim;
+    Matrix q, k, v, out;
+    const float *q_norm, *k_norm;  // [D] or null (Qwen3, DFlash)
+    float qk_eps;
+    int32_t block;   // 0: causal over pages, keys are stored; B > 0: a drafter's blocks of B tokens, keys are not stored,
+                     // block rows see the context before the segment's position and the whole block
+    int32_t causal;  // of a drafter's block: later block rows are hidden
+    int32_t window;  // 0: none; else keys `window` or more positions away are hidden
+};
+
+// x + down(silu(gate(norm(x))) * up(norm(x))): the MLP half of a layer.
+struct MlpHalf {
+    const float* norm;
+    float eps;
+    int32_t reserved;
+    Matrix gate, up, down;
+};
+
+// Keys and values that a drafter derives from its context.
+struct ContextHalf {
+    int32_t num_kv_heads, head_dim;
+    Matrix k, v;
+    const float* k_norm;
+    float qk_eps;
+    int32_t reserved;
+};
+
+LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neon"; null if nothing fits
+LAMPEJO_API int lampejo_force_isa(const char* name);      // for tests; 0 if this machine cannot run it
+LAMPEJO_API void lampejo_set_threads(int num_threads);    // the caller counts as one
+LAMPEJO_API int lampejo_get_threads();
+
+LAMPEJO_API size_t lampejo_packed_bytes(int kind, int num_out, int num_in);
+// Packs GGUF blocks or floats into zeroed memory. `type` is the GGUF type number of `source`; row i of it goes to row
+// row_map[i] (or i if row_map is null). Returns 0, or -1 for a pair of kind and type that cannot be packed.
+LAMPEJO_API int lampejo_pack(int kind, uint8_t* packed, int num_out, int num_in, int type, const uint8_t* source,
+                             const int32_t* row_map);
+LAMPEJO_API void lampejo_unpack_rows(const Matrix* matrix, const int64_t* rows, int num_rows, float* out);  // [num_rows, K]
+
+LAMPEJO_API void lampejo_matmul(const Matrix* matrix, const float* x, int num_tokens, float* out);  // [T, K] -> [T, N]
+LAMPEJO_API void lampejo_rms_norm(const float* norm, float eps, int size, const float* x, int num_tokens, float* out);
+LAMPEJO_API void lampejo_attention_half(const AttentionHalf* half, const Batch* batch, float* x, uint16_t* k_cache,
+                            uint16_t* v_cache);
+LAMPEJO_API void lampejo_mlp_half(const MlpHalf* half, float* x, int num_tokens);
+LAMPEJO_API void lampejo_context_half(const ContextHalf* half, const Batch* batch, const float* ctx, uint16_t* k_cache,
+                          uint16_t* v_cache);
+// Attention alone: q [T, Q, D] over stored keys (causal), as inside lampejo_attention_half.
+LAMPEJO_API void lampejo_paged_attention(const Batch* batch, const float* q, const uint16_t* k_cache, const uint16_t* v_cache,
+                             int num_heads, int num_kv_heads, int head_dim, float* out);
+// out [V] = logits / temperature + Gumbel noise of (key, token id); see sampling.gumbel_noise.
+LAMPEJO_API void lampejo_add_gumbel(const float* logits, float temperature, uint64_t key, const int64_t* ids, int num_ids, float* out);
+
+}  // extern "C"

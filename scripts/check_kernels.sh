@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Runs csrc/check.cpp with AddressSanitizer and UBSan on every instruction set of this machine and, where the cross compiler
+# and qemu-user are installed (Debian: g++-aarch64-linux-gnu, qemu-user), as NEON code under emulation. All must print the same hash.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=$(mktemp -d); trap 'rm -rf "$out"' EXIT
+common="-std=c++17 -O1 -g -Wall -Wextra -ffp-contract=off -pthread"
+x86="-mavx2 -mfma -mf16c"
+vnni="$x86 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx512vnni"
+hashes=()
+
+note() { hashes+=("$(tail -1 "$1")"); echo "$2: $(tail -1 "$1")"; }
+
+if [ "$(uname -m)" = x86_64 ]; then
+  san="-fsanitize=address,undefined -fno-sanitize-recover=all"
+  for f in api pack pool check; do g++ $common $san -DLAMPEJO_X86 -c csrc/$f.cpp -o "$out/$f.o"; done
+  g++ $common $san $x86 -c csrc/isa_avx2.cpp -o "$out/avx2.o"
+  g++ $common $san $vnni -c csrc/isa_avx512vnni.cpp -o "$out/vnni.o"
+  g++ $common $san "$out"/*.o -o "$out/check"
+  for isa in avx2 avx512vnni; do
+    if "$out/check" $isa > "$out/$isa.txt"; then note "$out/$isa.txt" "$isa with sanitizers"; else
+      [ $? = 2 ] && echo "$isa: not on this machine" || { cat "$out/$isa.txt"; exit 1; }
+    fi
+  done
+fi
+if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then
+  for arch in armv8-a armv8.2-a+dotprod; do
+    aarch64-linux-gnu-g++ $common -march=$arch -DLAMPEJO_NEON -static csrc/{api,pack,pool,check,isa_neon}.cpp -o "$out/neon"
+    qemu-aarch64 "$out/neon" > "$out/neon.txt"
+    note "$out/neon.txt" "neon ($arch, emulated)"
+  done
+else
+  echo "neon: not checked (no cross compiler or no qemu-user here)"
+fi
+[ "$(printf '%s\n' "${hashes[@]}" | sort -u | wc -l)" = 1 ] || { echo "the results differ"; exit 1; }
+echo "all results are equal"

@@ -1,0 +1,238 @@
+"""Modules that stand in for those of ``models`` on a CPU: packed weights, and halves of a layer in one call each.
+
+A model is built from ``models`` as always; at load its modules are replaced by these, which take the same arguments.
+Their parameters are packed matrices (``csrc/lampejo_kernels.h``); the maths is that of the module they replace, up to
+the rounding of weights and activations to 8 bits and of cached keys and values to f16.
+
+Shape legend: T tokens, K inputs, N outputs, H hidden.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lampejo.ops.cpu.library import (
+    LIBRARY,
+    Q4,
+    Q4K,
+    Q8,
+    CAttentionHalf,
+    CBatch,
+    CContextHalf,
+    CMatrix,
+    CMlpHalf,
+    CSegment,
+)
+
+F32, F16, BF16 = 0, 1, 30  # GGUF's numbers for types without blocks
+_KIND_OF_TYPE = {2: Q4, 3: Q4, 12: Q4K, 6: Q8, 7: Q8, 8: Q8, 13: Q8, 14: Q8}  # GGUF type -> how it is packed
+_TYPE_OF_DTYPE = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
+MAX_HEAD_DIM, MAX_PAGE_SIZE = 256, 64  # limits of the kernels, csrc/kernels.h
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix as a file has it: GGUF type number, bytes row by row, and where each row belongs (None: in order)."""
+
+    type: int
+    shape: tuple[int, int]
+    data: torch.Tensor  # uint8
+    row_order: torch.Tensor | None = None  # int32: row i of the file is row row_order[i] of the matrix
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Stored":
+        rows, columns = tensor.shape
+        return cls(_TYPE_OF_DTYPE[tensor.dtype], (rows, columns), tensor.contiguous().view(torch.uint8))
+
+
+class PackedMatrix:
+    """[N, K] in the kernels' layout."""
+
+    def __init__(self, stored: Stored, float_kind: int = Q8, bias: torch.Tensor | None = None) -> None:
+        """``float_kind``: how matrices that the file holds as floats are packed."""
+        assert LIBRARY is not None
+        self.shape = num_out, num_in = stored.shape
+        kind = _KIND_OF_TYPE.get(stored.type, float_kind)
+        self.data = torch.zeros(LIBRARY.lampejo_packed_bytes(kind, num_out, num_in), dtype=torch.uint8)
+        self.bias = None if bias is None else bias.float().contiguous()
+        order = stored.row_order
+        failed = LIBRARY.lampejo_pack(
+            kind,
+            self.data.data_ptr(),
+            num_out,
+            num_in,
+            stored.type,
+            stored.data.data_ptr(),
+            None if order is None else order.data_ptr(),
+        )
+        assert not failed, f"GGUF type {stored.type} cannot be packed"
+        bias_pointer = None if self.bias is None else self.bias.data_ptr()
+        self.c = CMatrix(self.data.data_ptr(), kind, num_out, num_in, bias_pointer)
+        self.pointer = ctypes.addressof(self.c)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T], int64 -> [T, K], fp32."""
+        assert LIBRARY is not None
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.shape[1])
+        LIBRARY.lampejo_unpack_rows(self.pointer, ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+
+class PackedLinear(nn.Module):
+    """Stands for ``layers.Linear``."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert LIBRARY is not None
+        x = x.contiguous()
+        out = torch.empty(len(x), self.matrix.shape[0])
+        if len(x):
+            LIBRARY.lampejo_matmul(self.matrix.pointer, x.data_ptr(), len(x), out.data_ptr())
+        return out
+
+    def select(self, rows: torch.Tensor) -> "PackedLinear":
+        return PackedLinear(PackedMatrix(Stored.of(self.matrix.rows(rows))))
+
+
+class PackedEmbedding(nn.Module):
+    """Stands for ``nn.Embedding``."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.matrix.rows(ids)
+
+
+class FusedNorm(nn.Module):
+    """Stands for ``layers.RMSNorm``."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert LIBRARY is not None
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        LIBRARY.lampejo_rms_norm(
+            self.weight.data_ptr(), self.eps, size, x.data_ptr(), x.numel() // size, out.data_ptr()
+        )
+        return out
+
+
+class _Step:
+    """A view of ``cache`` as the kernels read it, with everything that must outlive the calls."""
+
+    def __init__(self, view: Any, rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        segments: list[CSegment] = []
+        pages: list[int] = []
+        for s in view.segments:
+            segments.append(CSegment(s.start, s.length, s.position, len(pages)))
+            pages += s.pages
+        self.segments = (CSegment * len(segments))(*segments)
+        self.pages = (ctypes.c_int32 * len(pages))(*pages)
+        self.rotation = tuple(x.contiguous() for x in rotation)
+        self.slots = view.slots
+        self.c = CBatch(
+            num_tokens,
+            len(segments),
+            view.cache.page_size,
+            0,
+            self.segments,
+            self.pages,
+            None if view.slots is None else view.slots.data_ptr(),
+            self.rotation[0].data_ptr(),
+            self.rotation[1].data_ptr(),
+        )
+        self.pointer = ctypes.addressof(self.c)
+        k, v = view.cache.k, view.cache.v
+        self.k, self.k_stride = k.data_ptr(), k.stride(0) * k.element_size()
+        self.v, self.v_stride = v.data_ptr(), v.stride(0) * v.element_size()
+
+
+def _step(view: Any, rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int) -> _Step:
+    view.native = _Step(view, rotation, num_tokens)
+    return view.native
+
+
+class FusedLayer:
+    """Stands for a pre-norm transformer layer: attention half and MLP half, one call each. Changes x in place.
+
+    Not a module: a call of one costs as much as a small kernel.
+    """
+
+    def __init__(
+        self, layer: Any, num_heads: int, num_kv_heads: int, block: tuple[int, bool, int | None] | None = None
+    ):
+        """``layer`` has packed projections already. ``block``: a drafter's block length, causality and window."""
+        self.layer = layer  # keeps the matrices
+        attention, mlp = layer.self_attn, layer.mlp
+        length, causal, window = block or (0, False, None)
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self._attention = CAttentionHalf(
+            norm=layer.input_layernorm.weight.data_ptr(),
+            eps=layer.input_layernorm.eps,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=attention.head_dim,
+            q=attention.q_proj.matrix.c,
+            k=attention.k_proj.matrix.c,
+            v=attention.v_proj.matrix.c,
+            out=attention.o_proj.matrix.c,
+            q_norm=None if q_norm is None else q_norm.weight.data_ptr(),
+            k_norm=None if k_norm is None else k_norm.weight.data_ptr(),
+            qk_eps=0.0 if k_norm is None else k_norm.eps,
+            block=length,
+            causal=int(causal),
+            window=window or 0,
+        )
+        self._mlp = CMlpHalf(
+            norm=layer.post_attention_layernorm.weight.data_ptr(),
+            eps=layer.post_attention_layernorm.eps,
+            gate=mlp.gate_proj.matrix.c,
+            up=mlp.up_proj.matrix.c,
+            down=mlp.down_proj.matrix.c,
+        )
+        self._context = CContextHalf(
+            num_kv_heads=num_kv_heads,
+            head_dim=attention.head_dim,
+            k=attention.k_proj.matrix.c,
+            v=attention.v_proj.matrix.c,
+            k_norm=self._attention.k_norm,
+            qk_eps=self._attention.qk_eps,
+        )
+        self._pointers = tuple(ctypes.addressof(c) for c in (self._attention, self._mlp, self._context))
+
+        assert LIBRARY is not None
+        self._attention_half, self._mlp_half = LIBRARY.lampejo_attention_half, LIBRARY.lampejo_mlp_half
+
+    def __call__(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], index: int, view: Any
+    ) -> torch.Tensor:
+        step: _Step = view.native or _step(view, rotation, x.shape[0])
+        at = x.data_ptr()
+        k, v = step.k + index * step.k_stride, step.v + index * step.v_stride
+        self._attention_half(self._pointers[0], step.pointer, at, k, v)
+        self._mlp_half(self._pointers[1], at, step.num_tokens)
+        return x
+
+    def store_context(
+        self, ctx: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], index: int, view: Any
+    ) -> None:
+        """Keys and values of a drafter's context, straight into its pages."""
+        assert LIBRARY is not None
+        step = view.native or _step(view, rotation, ctx.shape[0])
+        k, v = step.k + index * step.k_stride, step.v + index * step.v_stride
+        LIBRARY.lampejo_context_half(self._pointers[2], step.pointer, ctx.data_ptr(), k, v)

@@ -1,0 +1,113 @@
+"""The compiled kernels through ctypes: structs and signatures of ``csrc/lampejo_kernels.h``, nothing else."""
+
+import ctypes
+import sys
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+
+Q4, Q4K, Q8 = 0, 1, 2  # kinds of packed matrices
+
+
+class CMatrix(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("kind", c_int32),
+        ("num_out", c_int32),
+        ("num_in", c_int32),
+        ("bias", c_void_p),
+    ]
+
+
+class CSegment(ctypes.Structure):
+    _fields_ = [("start", c_int32), ("length", c_int32), ("position", c_int32), ("first_page", c_int32)]
+
+
+class CBatch(ctypes.Structure):
+    _fields_ = [
+        ("num_tokens", c_int32),
+        ("num_segments", c_int32),
+        ("page_size", c_int32),
+        ("reserved", c_int32),
+        ("segments", POINTER(CSegment)),
+        ("pages", POINTER(c_int32)),
+        ("slots", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    ]
+
+
+class CAttentionHalf(ctypes.Structure):
+    _fields_ = [
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("q", CMatrix),
+        ("k", CMatrix),
+        ("v", CMatrix),
+        ("out", CMatrix),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qk_eps", c_float),
+        ("block", c_int32),
+        ("causal", c_int32),
+        ("window", c_int32),
+    ]
+
+
+class CMlpHalf(ctypes.Structure):
+    _fields_ = [
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("reserved", c_int32),
+        ("gate", CMatrix),
+        ("up", CMatrix),
+        ("down", CMatrix),
+    ]
+
+
+class CContextHalf(ctypes.Structure):
+    _fields_ = [
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("k", CMatrix),
+        ("v", CMatrix),
+        ("k_norm", c_void_p),
+        ("qk_eps", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+_SIGNATURES = {
+    "lampejo_isa": (c_char_p, []),
+    "lampejo_force_isa": (c_int, [c_char_p]),
+    "lampejo_set_threads": (None, [c_int]),
+    "lampejo_get_threads": (c_int, []),
+    "lampejo_packed_bytes": (c_size_t, [c_int, c_int, c_int]),
+    "lampejo_pack": (c_int, [c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
+    "lampejo_unpack_rows": (None, [c_void_p, c_void_p, c_int, c_void_p]),
+    "lampejo_matmul": (None, [c_void_p, c_void_p, c_int, c_void_p]),
+    "lampejo_rms_norm": (None, [c_void_p, c_float, c_int, c_void_p, c_int, c_void_p]),
+    "lampejo_attention_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "lampejo_mlp_half": (None, [c_void_p, c_void_p, c_int]),
+    "lampejo_context_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "lampejo_paged_attention": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
+    "lampejo_add_gumbel": (None, [c_void_p, c_float, c_uint64, c_void_p, c_int, c_void_p]),
+}
+
+
+def _open() -> ctypes.CDLL | None:
+    """The library, or None where it was not built."""
+    package = sys.modules[__package__]
+    for folder in package.__path__:  # an editable install keeps the library apart from the sources
+        for path in sorted((Path(folder) / "lib").glob("lampejo_kernels.*")):
+            library = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+            return library
+    return None
+
+
+LIBRARY = _open()

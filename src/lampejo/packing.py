@@ -1,0 +1,77 @@
+"""Puts the CPU kernels under a model: its modules are replaced by packed ones, its layers by fused ones."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lampejo.models.dflash import DFlash
+from lampejo.models.layers import Linear, RMSNorm
+from lampejo.models.llama import Llama
+from lampejo.ops.cpu.fused import (
+    MAX_HEAD_DIM,
+    MAX_PAGE_SIZE,
+    FusedLayer,
+    FusedNorm,
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    Stored,
+)
+
+ReadMatrix = Callable[[str], Stored]
+
+
+def fits_kernels(head_dim: int, page_size: int) -> bool:
+    """Whether the kernels can serve these sizes; the reference operations serve all."""
+    return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM and page_size % 8 == 0 and page_size <= MAX_PAGE_SIZE
+
+
+def pack_target(target: Llama, read: ReadMatrix, float_kind: int) -> None:
+    """``target`` holds its norms and biases; ``read`` gives its matrices by their checkpoint names.
+
+    ``float_kind`` tells how matrices that are stored as floats are packed.
+    """
+    _pack_modules(target, read, float_kind)
+    config = target.config
+    _replace_layers(target.model, [FusedLayer(x, config.num_heads, config.num_kv_heads) for x in target.model.layers])
+
+
+def pack_drafter(drafter: DFlash, tensors: dict[str, torch.Tensor], float_kind: int) -> None:
+    """``drafter`` holds its norms and its draft vocabulary; its matrices come from ``tensors``."""
+    _pack_modules(drafter, lambda name: Stored.of(tensors[name]), float_kind)
+    config = drafter.config
+    blocks = [(config.block_size, causal, window) for causal, window in zip(config.causal, config.windows, strict=True)]
+    _replace_layers(
+        drafter,
+        [FusedLayer(x, config.num_heads, config.num_kv_heads, b) for x, b in zip(drafter.layers, blocks, strict=True)],
+    )
+
+
+def _replace_layers(module: nn.Module, layers: list[FusedLayer]) -> None:
+    del module.layers  # a list of modules gives its place to a plain list
+    module.layers = layers  # type: ignore[assignment]
+
+
+def _pack_modules(module: nn.Module, read: ReadMatrix, float_kind: int) -> None:
+    """Replaces every linear layer, embedding and norm. A matrix that two modules share is packed once."""
+    packed: dict[int, PackedMatrix] = {}
+
+    def matrix(weight: torch.Tensor, name: str, bias: torch.Tensor | None = None) -> PackedMatrix:
+        if id(weight) not in packed:
+            packed[id(weight)] = PackedMatrix(read(name), float_kind, bias)
+        return packed[id(weight)]
+
+    def walk(parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent.named_children()):
+            path = f"{prefix}{name}"
+            if isinstance(child, Linear):
+                setattr(parent, name, PackedLinear(matrix(child.weight, f"{path}.weight", child.bias)))
+            elif isinstance(child, nn.Embedding):
+                setattr(parent, name, PackedEmbedding(matrix(child.weight, f"{path}.weight")))
+            elif isinstance(child, RMSNorm):
+                setattr(parent, name, FusedNorm(child))
+            else:
+                walk(child, f"{path}.")
+
+    walk(module, "")
