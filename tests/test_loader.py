@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from lampejo.errors import UserError
 from lampejo.loader import load_model
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
+from lampejo.ops.cpu import instruction_set
+from lampejo.ops.cpu.library import Q8
 from lampejo.ops.reference import KEY_CHUNK
+from lampejo.packing import pack_drafter
+from tiny import TINY_DRAFTER, make_drafter
 
 SIZES = {"vocab_size": 260, "hidden_size": 32}
 OPEN_FILES = Path("/proc/self/fd")
@@ -75,7 +80,8 @@ def test_a_drafter_in_a_folder_drafts_for_the_target_that_it_fits(target: Path, 
     loaded, config = load(target, drafter, width=2)
     assert loaded.info["drafters"] == ["dflash"] and loaded.info["drafter"] == "d" and loaded.info["width"] == 2
     plain, _ = load(target, "none")
-    context_bytes = 2 * 1 * 2 * 8 * 4  # keys and values, one layer, two heads of 8, fp32
+    size = loaded.runner.cache.k.element_size()  # fp32 on the reference operations, f16 on the kernels
+    context_bytes = 2 * 1 * 2 * 8 * size  # keys and values, one layer, two heads of 8
     assert loaded.info["kv_bytes_per_token"] == plain.info["kv_bytes_per_token"] + context_bytes
     with lampejo.LLM(loaded, config) as llm:
         answer = llm.generate("abcabcabc", max_tokens=20, ignore_eos=True)
@@ -220,3 +226,12 @@ def test_five_failed_loads_in_a_row_leave_nothing_and_the_next_one_works(target:
         assert len(llm.generate("still here", max_tokens=5, ignore_eos=True).ids) == 5
     del llm
     assert not grown(before), "closing gives everything back too"
+
+
+@pytest.mark.skipif(instruction_set() is None, reason="the CPU kernels were not built")
+def test_what_the_kernels_cannot_do_is_refused_by_name():
+    """Fault: kernels asked for and silently replaced, or given sizes that they overrun."""
+    with pytest.raises(UserError, match="no fp32 weights"):
+        load_model("smollm2", "none", EngineConfig(ops="cpu", quantize="none", max_context=64), None, None)
+    with pytest.raises(UserError, match=r"blocks of 16, pages of 8\)"):
+        pack_drafter(make_drafter(replace(TINY_DRAFTER, block_size=16)), {}, Q8, page_size=8)

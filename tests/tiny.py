@@ -83,7 +83,7 @@ def make_drafter(config: DrafterConfig = TINY_DRAFTER, seed: int = 1, packed: bo
         ids = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(seed))
         drafter.draft_token_ids = ids[: config.draft_vocab_size].sort().values.int()
     if packed:
-        pack_drafter(drafter, dict(drafter.named_parameters()), Q8)
+        pack_drafter(drafter, dict(drafter.named_parameters()), Q8, page_size=32)
     return drafter
 
 

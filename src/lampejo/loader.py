@@ -60,7 +60,8 @@ def load_model(
         assert config.max_context is not None and config.num_pages is not None
         tokenizer = load_tokenizer(checkpoint)
         packed_kind = _packed_kind(config, checkpoint.config.head_dim)
-        drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids, packed_kind is not None)
+        packed_pages = None if packed_kind is None else config.page_size
+        drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids, packed_pages)
         target = load_target(checkpoint, packed_kind)
         kv_dtype = None if packed_kind is None else torch.float16
         runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype)
@@ -71,7 +72,7 @@ def load_model(
             "quantization": checkpoint.quantization,
             "device": str(runner.device),
             "ops": "reference" if packed_kind is None else f"cpu ({instruction_set()})",
-            "dtype": str(target.model.norm.weight.dtype).removeprefix("torch."),
+            "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.") if packed_kind is None else "int8",
             "drafter": drafter_name,
             "drafters": [d.name for d in speculator.drafters],
             "width": "auto" if config.width is None else config.width,
@@ -96,7 +97,11 @@ def load_model(
 
 def _packed_kind(config: EngineConfig, head_dim: int) -> int | None:
     """How the CPU kernels pack float weights, or None where the reference operations run."""
-    if config.quantize == "none" or config.ops == "reference":
+    if config.ops == "reference":
+        return None
+    if config.quantize == "none":
+        if config.ops == "cpu":
+            raise UserError("The CPU kernels have no fp32 weights.", "Choose --quantize q8, or --ops reference.")
         return None
     usable = instruction_set() is not None and fits_kernels(head_dim, config.page_size)
     if not usable and config.ops == "cpu":
@@ -135,14 +140,14 @@ def load_target(checkpoint: Checkpoint, packed_kind: int | None = None) -> Llama
     return target
 
 
-def build_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor], packed: bool = False) -> DFlash:
-    """A DFlash drafter from checked tensors, in fp32, or packed in 8 bits for the CPU kernels."""
+def build_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor], packed_pages: int | None = None) -> DFlash:
+    """A DFlash drafter from checked tensors, in fp32; or in 8 bits for the CPU kernels and pages of so many tokens."""
     with torch.device("meta"):
         drafter = DFlash(config)
-    kept = {name: t for name, t in tensors.items() if not packed or t.ndim == 1}
+    kept = {name: t for name, t in tensors.items() if packed_pages is None or t.ndim == 1}
     _assign(drafter, {name: t.float() if t.is_floating_point() else t for name, t in kept.items()})
-    if packed:
-        pack_drafter(drafter, tensors, Q8)
+    if packed_pages is not None:
+        pack_drafter(drafter, tensors, Q8, packed_pages)
     _check_complete(drafter)
     return drafter
 
@@ -158,7 +163,7 @@ def _check_complete(module: nn.Module) -> None:
 
 
 def _load_drafter(
-    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None, packed: bool
+    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None, packed_pages: int | None
 ) -> tuple[str, DFlash | None]:
     """The DFlash drafter that ``--drafter`` asks for, and its name for people."""
     if drafter in ("none", "ngram"):
@@ -174,7 +179,7 @@ def _load_drafter(
         if place is None:
             return "ngram (no DFlash drafter is known for this model)", None
     config, tensors = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids, checkpoint.eos_ids)
-    return Path(str(place)).name, build_drafter(config, tensors, packed)
+    return Path(str(place)).name, build_drafter(config, tensors, packed_pages)
 
 
 def _speculator(drafter: str, runner: Runner, config: EngineConfig) -> Speculator:

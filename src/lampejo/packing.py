@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lampejo.errors import UserError
 from lampejo.models.dflash import DFlash
 from lampejo.models.layers import Linear, RMSNorm
 from lampejo.models.llama import Llama
@@ -37,10 +38,16 @@ def pack_target(target: Llama, read: ReadMatrix, float_kind: int) -> None:
     _replace_layers(target.model, [FusedLayer(x, config.num_heads, config.num_kv_heads) for x in target.model.layers])
 
 
-def pack_drafter(drafter: DFlash, tensors: dict[str, torch.Tensor], float_kind: int) -> None:
+def pack_drafter(drafter: DFlash, tensors: dict[str, torch.Tensor], float_kind: int, page_size: int) -> None:
     """``drafter`` holds its norms and its draft vocabulary; its matrices come from ``tensors``."""
-    _pack_modules(drafter, lambda name: Stored.of(tensors[name]), float_kind)
     config = drafter.config
+    if not fits_kernels(config.head_dim, page_size) or config.block_size > page_size:
+        raise UserError(
+            f"The CPU kernels cannot serve this drafter (heads of {config.head_dim}, blocks of {config.block_size}, "
+            f"pages of {page_size}).",
+            "Use the reference operations (--ops reference), or another drafter.",
+        )
+    _pack_modules(drafter, lambda name: Stored.of(tensors[name]), float_kind)
     blocks = [(config.block_size, causal, window) for causal, window in zip(config.causal, config.windows, strict=True)]
     _replace_layers(
         drafter,
