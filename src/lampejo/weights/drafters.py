@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from torch import Tensor
@@ -36,7 +35,7 @@ def find_drafter(checkpoint: Checkpoint) -> Path | None:
     config = checkpoint.config
     for name, (folder, sizes) in _EMBEDDED.items():
         if same_model(name, checkpoint.name) and sizes == (config.hidden_size, config.num_layers, config.vocab_size):
-            return Path(str(files("lampejo"))) / "data" / folder
+            return Path(__file__).parents[1] / "data" / folder
     return None
 
 
