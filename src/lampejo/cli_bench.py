@@ -14,7 +14,7 @@ import torch
 from lampejo.bench.arms import ARMS, make_speculators, parse_rates
 from lampejo.bench.measure import SUITES, Bench, Results, Suite
 from lampejo.bench.page import make_page
-from lampejo.bench.peers import Peer, make_peer
+from lampejo.bench.peers import Peer, check_peer, make_peer
 from lampejo.bench.report import as_object, terminal
 from lampejo.bench.startup import machine, peak_rss_mb, start_to_first_token
 from lampejo.bench.workloads import CATEGORIES, long_prompt
@@ -56,6 +56,8 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
     if args.runs is not None:
         check_number("--runs", args.runs, 1, 1000, whole=True)
         suite = replace(suite, runs=args.runs, rounds=args.runs)
+    for spec in args.peer or ():
+        check_peer(spec)
     rates = None if args.synthetic_acceptance is None else tuple(parse_rates(args.synthetic_acceptance))
     named = ("model", "drafter", "target_layer_ids", "width", "context", "threads")
     given = [(name, getattr(args, name)) for name in named if getattr(args, name) is not None]

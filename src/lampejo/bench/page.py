@@ -27,7 +27,7 @@ def make_page(found: Mapping[str, Any], notes: Sequence[str], failures: Sequence
     colors = "".join(
         f".c{i} {{ fill: var(--c{i}); }} .s{i} {{ stroke: var(--c{i}); }}\n" for i in range(plots.NUM_COLORS)
     )
-    mode = "<br>".join(escape(line) for line in headline(found).splitlines())
+    mode = "<br/>".join(escape(line) for line in headline(found).splitlines())
     failed = "".join(f'<p class="failed">failed: {escape(failure)}</p>' for failure in failures)
     plotted = "\n".join(figures(found))
     tables = escape(terminal(found, notes))
@@ -76,13 +76,13 @@ def figures(found: Mapping[str, Any]) -> list[str]:
         labels = [f"{n} at once" for n in found["concurrency"]]
         made.append(plots.bars("Requests at once, prompts included", "tok/s", labels, at_once))
     if found["prefill"]:
-        prefill = {"prefill": [one["tok_per_s"] for one in found["prefill"].values()]}
+        prefill = {"lampejo": [one["tok_per_s"] for one in found["prefill"].values()]}
         made.append(plots.bars("Prompts", "tok/s", [f"{n} tokens" for n in found["prefill"]], prefill))
     for name, peer in found["peers"].items():
         ours, ratio = peer["ours"], peer["ratio"]
         if ratio["plain"]:
             pair = {
-                "lampejo, plain": [ours["plain_tok_per_s"], ours["prefill_tok_per_s"]],
+                "lampejo": [ours["plain_tok_per_s"], ours["prefill_tok_per_s"]],
                 name: [peer["plain_tok_per_s"], peer["prefill_tok_per_s"]],
             }
             made.append(plots.bars(f"Beside {name}", "tok/s", ["plain decoding", "prompt of 512"], pair))

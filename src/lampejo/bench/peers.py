@@ -47,6 +47,12 @@ class Peer(Protocol):
         ...
 
 
+def check_peer(spec: str) -> None:
+    """Refuses what is no peer, before any work."""
+    if spec not in ("llama.cpp", "transformers") and not spec.startswith(("http://", "https://")):
+        raise UserError(f"Unknown peer {spec!r}.", "Give llama.cpp, transformers, or a server's address (http://...).")
+
+
 def make_peer(spec: str, model_file: Path, threads: int) -> Peer:
     """``spec``: "llama.cpp", "transformers", or the address of an OpenAI-compatible server."""
     if spec == "llama.cpp":
@@ -57,9 +63,8 @@ def make_peer(spec: str, model_file: Path, threads: int) -> Peer:
         from lampejo.bench.peer_transformers import Transformers
 
         return Transformers(model_file)
-    if spec.startswith(("http://", "https://")):
-        return Server(spec)
-    raise UserError(f"Unknown peer {spec!r}.", "Give llama.cpp, transformers, or the address of a server (http://...).")
+    check_peer(spec)
+    return Server(spec)
 
 
 def find_llama(program: str) -> str:

@@ -7,6 +7,7 @@ from html import escape
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 58  # around the drawing
 NUM_COLORS = 6
+COLORS = {"plain": 0, "free": 0, "dflash": 1, "cost": 1, "lampejo": 1, "ngram": 2, "auto": 3, "synthetic": 4}  # else 5
 
 Series = Mapping[str, Sequence[float | None]]  # name -> one value per label
 
@@ -25,7 +26,7 @@ def bars(title: str, unit: str, labels: Sequence[str], series: Series, mark: flo
             told = escape(f"{labels[j]}, {name}: {value:.3g} {unit}")
             y = _y(value, top)
             parts.append(
-                f'<rect class="c{i % NUM_COLORS}" x="{x:.1f}" y="{y:.1f}" width="{thick - 2:.1f}" '
+                f'<rect class="c{_color(name)}" x="{x:.1f}" y="{y:.1f}" width="{thick - 2:.1f}" '
                 f'height="{_y(0, top) - y:.1f}"><title>{told}</title></rect>'
             )
     places = [LEFT + step * (j + 0.5) for j in range(len(labels))]
@@ -38,12 +39,12 @@ def lines(title: str, unit: str, xs: Sequence[float], series: Series) -> str:
     low, high = min(xs), max(xs)
     places = [LEFT + 12 + (x - low) / (high - low or 1) * (WIDTH - LEFT - RIGHT - 24) for x in xs]
     parts = []
-    for i, (name, values) in enumerate(series.items()):
+    for name, values in series.items():
         points = [(x, _y(v, top), v, at) for x, v, at in zip(places, values, xs, strict=True) if v is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
-        parts.append(f'<polyline class="s{i % NUM_COLORS}" points="{path}"/>')
+        parts.append(f'<polyline class="s{_color(name)}" points="{path}"/>')
         parts += [
-            f'<circle class="c{i % NUM_COLORS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
+            f'<circle class="c{_color(name)}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
             f"<title>{escape(f'{at:g}, {name}: {v:.3g} {unit}')}</title></circle>"
             for x, y, v, at in points
         ]
@@ -71,9 +72,9 @@ def _plot(
     for label, x in zip(*labels, strict=True):
         frame.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{escape(label)}</text>')
     legend, x = [], float(LEFT)
-    for i, name in enumerate(names):
+    for name in names:
         legend.append(
-            f'<rect class="c{i % NUM_COLORS}" x="{x:.0f}" y="{HEIGHT - 22}" width="12" height="12"/>'
+            f'<rect class="c{_color(name)}" x="{x:.0f}" y="{HEIGHT - 22}" width="12" height="12"/>'
             f'<text x="{x + 17:.0f}" y="{HEIGHT - 12}">{escape(name)}</text>'
         )
         x += 34 + 7.2 * len(name)
@@ -82,6 +83,10 @@ def _plot(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f"{''.join([*frame, *parts, *legend])}</svg></figure>"
     )
+
+
+def _color(name: str) -> int:
+    return COLORS.get(name, NUM_COLORS - 1)
 
 
 def _scale(series: Series, mark: float | None) -> tuple[float, list[float]]:
