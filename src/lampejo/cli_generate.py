@@ -166,7 +166,7 @@ def _comparison(plain: Completion, drafted: Completion, info: dict[str, Any], sp
         speed = f"{len(completion.ids)} tokens, {timings['tok_per_s']:.1f} tok/s"
         return f"{speed}\nfirst token after {timings['first_token_s']:.2f} s"
 
-    faster = "" if speedup is None else f", {speedup:.2f} times plain"
+    faster = "" if speedup is None else f"\n{speedup:.2f} times plain"
     return "\n".join(
         [
             f"{info['model']}, {info['quantization']}, {info['ops']} {info['dtype']}",
@@ -175,7 +175,7 @@ def _comparison(plain: Completion, drafted: Completion, info: dict[str, Any], sp
             rule,
             side_by_side(plain.text, drafted.text, width),
             rule,
-            side_by_side(numbers(plain), numbers(drafted).replace(" tok/s", f" tok/s{faster}", 1), width),
+            side_by_side(numbers(plain), numbers(drafted) + faster, width),
             rule,
             f"drafts: {acceptance(drafted.speculation)}",
         ]
