@@ -16,7 +16,7 @@ from lampejo.bench.measure import SUITES, Bench, Results, Suite
 from lampejo.bench.page import make_page
 from lampejo.bench.peers import Peer, check_peer, make_peer
 from lampejo.bench.report import as_object, terminal
-from lampejo.bench.startup import machine, peak_rss_mb, start_to_first_token
+from lampejo.bench.startup import Bystanders, machine, peak_rss_mb, start_to_first_token
 from lampejo.bench.workloads import CATEGORIES, long_prompt
 from lampejo.cli_options import ModelOptions, model_options
 from lampejo.errors import UserError
@@ -25,6 +25,7 @@ from lampejo.sampling import check_number
 from lampejo.terminal import status
 from lampejo.weights.store import locate
 
+BUSY = 0.2  # cores; more than that of other work is told
 MEMORY_PROMPT, MEMORY_ANSWER = 1500, 64  # tokens of the answer whose process is weighed
 
 
@@ -59,7 +60,7 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
     for spec in args.peer or ():
         check_peer(spec)
     rates = None if args.synthetic_acceptance is None else tuple(parse_rates(args.synthetic_acceptance))
-    named = ("model", "drafter", "target_layer_ids", "width", "context", "threads")
+    named = ("model", "drafter", "target_layer_ids", "width", "context", "threads", "ops", "quantize")
     given = [(name, getattr(args, name)) for name in named if getattr(args, name) is not None]
     return BenchOptions(
         model=model_options(args),
@@ -89,7 +90,7 @@ def bench(options: BenchOptions) -> int:
     file = locate(options.model.model)
     threads = options.model.threads or torch.get_num_threads()
     peers = [make_peer(spec, file, threads) for spec in options.peers]
-    around = machine()
+    around, bystanders = machine(), Bystanders()
     results = Results()
     _start(options, results)  # first: a fresh process is not to wait for memory that we hold
     loaded, config = options.model.load_parts()
@@ -102,6 +103,12 @@ def bench(options: BenchOptions) -> int:
         _sections(bench, options, peers)
     finally:
         bench.close()
+    around["other_cores_busy"] = others = bystanders.cores()
+    if others is not None and others > BUSY:
+        results.notes.append(
+            f"other work took {others:.1f} cores while this was measured: trust no figure of it, least of all those of "
+            "peers, whose threads wait for each other by spinning"
+        )
     found = as_object(results, around, _model(loaded, options))
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)

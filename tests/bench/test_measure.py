@@ -172,7 +172,7 @@ def test_peers_take_turns_with_us():
     assert bench.results.concurrency[3]["fake"] == [50.0, 50.0]
     found = bench.results.peers["fake"]
     assert {name: len(speeds) for name, speeds in found.items()} == dict.fromkeys(
-        ("our_plain", "plain", "our_prefill", "prefill"), 4
+        ("our_plain", "plain", "our_drafts", "our_prefill", "prefill"), 4
     )
     assert all(found["our_plain"]) and all(found["our_prefill"])
     assert peer.asked[:4] == [(1, 5), (1, 5), (3, 5), (3, 5)]

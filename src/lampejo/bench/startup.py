@@ -68,6 +68,31 @@ def _high_water_mark(pid: int) -> int:
     return int(lines[0][1]) * 1024 if lines else 0
 
 
+class Bystanders:
+    """How many cores other processes kept busy, on average since this was made; Linux alone tells."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._before = _others_cpu_seconds()
+
+    def cores(self) -> float | None:
+        now = _others_cpu_seconds()
+        if now is None or self._before is None:
+            return None
+        return max(0.0, now - self._before) / max(1e-9, time.monotonic() - self._started)
+
+
+def _others_cpu_seconds() -> float | None:
+    """CPU time of the whole machine less ours and that of our finished children."""
+    lines = _lines("/proc/stat")
+    if not lines:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, lines[0].split()[1:9])
+    own = os.times()
+    ours = own.user + own.system + own.children_user + own.children_system
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - ours
+
+
 def machine() -> dict[str, Any]:
     """What the figures hold for."""
     import torch
