@@ -149,6 +149,17 @@ def test_a_fixed_width_is_used_as_far_as_it_makes_sense(width):
         assert request.stats.num_draft_tokens == sum(widths)
 
 
+def test_a_fixed_width_of_zero_puts_no_drafter_to_work():
+    """Fault: --width 0 still fed the drafter's context and grew the n-gram index, which plain decoding does not pay."""
+    ngram, other = NgramDrafter(SHORTEST_MATCH), Named("dflash", lambda r, w: [5] * w)
+    engine = scripted_engine(random_target(), [ngram, other], width=0)
+    request = make_request(ids_of("say:"), LONG)
+    assert run(engine, [request]) == [decode_plainly(random_target(), request.prompt_ids, LONG)[0]]
+    assert engine.speculator.drafters == []
+    assert (other.asked, other.num_observed, other.forgotten) == ([], 0, [])
+    assert not ngram._indices
+
+
 def test_fewer_drafts_than_asked_for_are_no_fault():
     """Ragged, also none at all: what is verified is what came, and the statistics say so."""
     sizes = itertools.cycle([0, 3, 1, 2])

@@ -90,10 +90,13 @@ class DFlashDrafter:
 
 
 class Speculator:
-    """Asks the drafters in order of preference; the first that has something to offer drafts for the row."""
+    """Asks the drafters in order of preference; the first that has something to offer drafts for the row.
+
+    With a fixed width of 0 nobody drafts, so no drafter is kept at work either: it costs what plain decoding costs.
+    """
 
     def __init__(self, drafters: Sequence[Drafter], controller: WidthController) -> None:
-        self.drafters = list(drafters)
+        self.drafters = [] if controller.fixed == 0 else list(drafters)
         self.controller = controller
         self._chosen: dict[int, Drafter] = {}  # by request id: who drafts for it in this step
         self._draft_seconds: dict[str, float] = {}
