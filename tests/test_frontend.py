@@ -3,10 +3,15 @@
 import asyncio
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,3 +343,48 @@ def test_one_call_per_loop_and_step_serves_all_its_requests(llm):
     run_async(work)
     assert len(calls) <= llm.engine.runner.num_steps
     assert max(calls) == 4
+
+
+# The life of the process and of the model in it
+
+
+def run_script(script: str) -> tuple[int, str, str]:
+    """Runs a program over a tiny model; returns its exit code and what it wrote to both streams."""
+    start = """
+        import torch
+        from scripted import make_llm
+        from lampejo.runner import Runner
+        from tiny import make_target
+        torch.set_num_threads(1)
+        llm = make_llm(Runner(make_target(), None, 16, 32), max_context=512, num_pages=16)
+        LONG = {"max_tokens": 400, "ignore_eos": True}
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(start) + textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_program_may_end_in_the_middle_of_a_stream():
+    """Fault: the thread was still inside torch when the interpreter came down, and the process aborted (rc 134)."""
+    script = """
+        stream = llm.stream("a long answer", **LONG)
+        for _ in range(3):
+            next(stream)
+        print("done")
+    """
+    assert run_script(script) == (0, "done\n", "")
+
+
+def test_a_program_that_fails_in_the_middle_of_a_stream_ends_with_its_own_error():
+    """Fault: as above; the user saw an abort of the process instead of the exit code of the exception."""
+    code, _, errors = run_script("""
+        for chunk in llm.stream("a long answer", **LONG):
+            raise KeyError("the caller's own fault")
+    """)
+    assert code == 1
+    assert errors.splitlines()[-1] == 'KeyError: "the caller\'s own fault"'

@@ -1,10 +1,12 @@
 """The engine's thread: requests go in through one inbox, deltas come out through each request's own outbox."""
 
 import asyncio
+import atexit
 import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from lampejo.engine import Engine
@@ -66,6 +68,7 @@ class Frontend:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lampejo-engine", daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Queues a request. After a fatal error every submission fails at once with it."""
@@ -149,6 +152,16 @@ class Frontend:
         for loop, batch in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop was closed; its requests have no readers any more
                 loop.call_soon_threadsafe(_put_all, batch)
+
+
+_alive: weakref.WeakSet[Frontend] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter comes down: a thread that is inside torch or the kernels then would abort the process."""
+    for frontend in list(_alive):
+        frontend.close()
 
 
 def _put_all(items: list[tuple[Outbox, Item]]) -> None:
