@@ -13,7 +13,16 @@ extern const Kernels kernels;
 }
 #endif
 #ifdef LAMPEJO_NEON
+#ifdef __linux__
+#include <sys/auxv.h>
+static bool has_dot_product() { return getauxval(AT_HWCAP) & (1u << 20); }  // HWCAP_ASIMDDP
+#else
+static bool has_dot_product() { return true; }  // every AArch64 machine of Apple has it
+#endif
 namespace neon {
+extern const Kernels kernels;
+}
+namespace neondot {
 extern const Kernels kernels;
 }
 #endif
@@ -39,6 +48,7 @@ const Isa isas[] = {
      }},
 #endif
 #ifdef LAMPEJO_NEON
+    {"neondot", &neondot::kernels, [] { return has_dot_product(); }},
     {"neon", &neon::kernels, [] { return true; }},
 #endif
     {nullptr, nullptr, [] { return true; }},
@@ -54,6 +64,7 @@ const Isa* chosen = choose(nullptr);
 
 }  // namespace
 
+int lampejo_abi() { return LAMPEJO_ABI; }
 const char* lampejo_isa() { return chosen ? chosen->name : nullptr; }
 
 int lampejo_force_isa(const char* name) {

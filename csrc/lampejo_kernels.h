@@ -11,7 +11,7 @@
 #define LAMPEJO_API __attribute__((visibility("default")))
 extern "C" {
 
-// Matrices are packed in blocks of 8 output rows by groups of 32 inputs; N and K are padded with zeros.
+// Matrices are packed in panels of 8 outputs by groups of 32 inputs; N and K are padded with zeros.
 enum MatrixKind : int32_t {
     Q4 = 0,   // codes 0..15, f16 scale and minimum per 32: w = scale * code + minimum          (160 bytes per 8 x 32)
     Q4K = 1,  // as Q4, scale and minimum are f16 per 256 times 6 bits per 32 (GGUF's Q4_K)     (1184 bytes per 8 x 256)
@@ -69,14 +69,18 @@ struct ContextHalf {
     int32_t reserved;
 };
 
-LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neon"; null if nothing fits
+// Changes with every change of a struct or signature here; lampejo/ops/cpu/library.py knows the one that it was written for.
+#define LAMPEJO_ABI 1
+LAMPEJO_API int lampejo_abi();
+LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neondot", "neon"; null if nothing fits
 LAMPEJO_API int lampejo_force_isa(const char* name);      // for tests; 0 if this machine cannot run it
-LAMPEJO_API void lampejo_set_threads(int num_threads);    // the caller counts as one
+LAMPEJO_API void lampejo_set_threads(int num_threads);    // the caller counts as one; fewer if the system gives fewer
 LAMPEJO_API int lampejo_get_threads();
 
 LAMPEJO_API size_t lampejo_packed_bytes(int kind, int num_out, int num_in);
 // Packs GGUF blocks or floats into zeroed memory. `type` is the GGUF type number of `source`; row i of it goes to row
-// row_map[i] (or i if row_map is null). Returns 0, or -1 for a pair of kind and type that cannot be packed.
+// row_map[i] (or i if row_map is null). Returns 0; -1 for a pair of kind and type that cannot be packed; -2 if the source holds
+// NaN or infinity.
 LAMPEJO_API int lampejo_pack(int kind, uint8_t* packed, int num_out, int num_in, int type, const uint8_t* source,
                              const int32_t* row_map);
 LAMPEJO_API void lampejo_unpack_rows(const Matrix* matrix, const int64_t* rows, int num_rows, float* out);  // [num_rows, K]

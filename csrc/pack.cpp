@@ -1,5 +1,6 @@
 // Packing of GGUF blocks and floats into the layouts of lampejo_kernels.h, and the way back for single rows.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -32,6 +33,12 @@ uint16_t to_f16(float x) {  // round to nearest even; what is too large becomes 
     bits &= 0x7fffffff;
     bits += 0xfff + ((bits >> 13) & 1);
     return static_cast<uint16_t>(sign | ((bits - 0x38000000) >> 13));
+}
+
+bool is_finite(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
+
+bool all_finite(const float (&x)[32]) {
+    return std::all_of(x, x + 32, [](float value) { return std::isfinite(value); });
 }
 
 uint16_t read_u16(const uint8_t* p) {
@@ -138,8 +145,10 @@ void put_nibbles(uint8_t* codes, int lane, const int* values) {  // 32 codes of 
 
 void put_u16(uint8_t* p, int lane, uint16_t x) { std::memcpy(p + 2 * lane, &x, 2); }
 
-void pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* source, int row) {
+// Returns whether all is finite.
+bool pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* source, int row) {
     const int groups = (kind == Q4K ? (num_in + 255) / 256 * 8 : (num_in + 31) / 32), lane = row % 8;
+    bool finite = true;
     for (int g = 0; g < groups; g++) {
         uint8_t* to = group_of(packed, kind, groups, row, g);
         const int count = std::max(0, std::min(32, num_in - 32 * g));
@@ -147,7 +156,10 @@ void pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
         if (kind == Q4K) {  // only from Q4_K: its numbers are kept as they are
             const uint8_t* b = source + static_cast<size_t>(g / 8) * 144;
             uint8_t* super = to - 160 - g % 8 * 128;
-            if (g % 8 == 0) std::memcpy(super + 2 * lane, b, 2), std::memcpy(super + 16 + 2 * lane, b + 2, 2);
+            if (g % 8 == 0) {
+                std::memcpy(super + 2 * lane, b, 2), std::memcpy(super + 16 + 2 * lane, b + 2, 2);
+                finite &= is_finite(read_u16(b)) && is_finite(read_u16(b + 2));
+            }
             int scale, minimum;
             six_bits(b + 4, g % 8, &scale, &minimum);
             super[32 + 16 * (g % 8) + lane] = static_cast<uint8_t>(scale);
@@ -165,12 +177,14 @@ void pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
             } else {
                 float x[32] = {};
                 to_floats(type, source, 32 * g, count, x);
+                if (!all_finite(x)) return false;
                 const float low = *std::min_element(x, x + 32), high = *std::max_element(x, x + 32);
                 scale = to_f16((high - low) / 15), minimum = to_f16(low);
                 const float d = from_f16(scale), m = from_f16(minimum);
                 for (int j = 0; j < count; j++)
                     codes[j] = d > 0 ? std::clamp(static_cast<int>(std::nearbyint((x[j] - m) / d)), 0, 15) : 0;
             }
+            finite &= is_finite(scale) && is_finite(minimum);
             put_nibbles(to, lane, codes);
             put_u16(to + 128, lane, scale);
             put_u16(to + 144, lane, minimum);
@@ -183,6 +197,7 @@ void pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
             } else {
                 float x[32] = {}, largest = 0;
                 to_floats(type, source, 32 * g, count, x);
+                if (!all_finite(x)) return false;
                 for (float value : x) largest = std::max(largest, std::fabs(value));
                 scale = to_f16(largest / 127);
                 const float d = from_f16(scale);
@@ -190,9 +205,11 @@ void pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
                     codes[j] = d > 0 ? std::clamp(static_cast<int>(std::nearbyint(x[j] / d)), -127, 127) : 0;
             }
             for (int j = 0; j < 32; j++) to[j / 4 * 32 + 4 * lane + j % 4] = static_cast<uint8_t>(codes[j]);
+            finite &= is_finite(scale);
             put_u16(to + 256, lane, scale);
         }
     }
+    return finite;
 }
 
 }  // namespace
@@ -211,14 +228,15 @@ int lampejo_pack(int kind, uint8_t* packed, int num_out, int num_in, int type, c
     if (!layout_of(type, &layout) || num_in % layout.length || (kind == Q4K && type != Q4_K)) return -1;
     const size_t row_bytes = static_cast<size_t>(num_in / layout.length) * layout.bytes;
     const int per_piece = 64;
-    parallel([=](Team& team) {
+    std::atomic<bool> finite{true};
+    parallel([=, &finite](Team& team) {
         team.run((num_out + per_piece - 1) / per_piece, [&](int piece) {
             const int last = std::min(num_out, (piece + 1) * per_piece);
             for (int i = piece * per_piece; i < last; i++)
-                pack_row(kind, packed, num_in, type, source + i * row_bytes, row_map ? row_map[i] : i);
+                if (!pack_row(kind, packed, num_in, type, source + i * row_bytes, row_map ? row_map[i] : i)) finite = false;
         });
     });
-    return 0;
+    return finite ? 0 : -2;
 }
 
 void lampejo_unpack_rows(const Matrix* m, const int64_t* rows, int num_rows, float* out) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -30,8 +31,6 @@ struct Pool {
     std::atomic<int> num_sleeping{0};
     std::atomic<bool> ended{false};
 
-    ~Pool() { stop(); }
-
     void stop() {
         ended = true;
         announce(epoch + 1);
@@ -42,8 +41,12 @@ struct Pool {
 
     void start(int num_threads) {
         stop();
-        size = num_threads;
-        for (int i = 1; i < size; i++) workers.emplace_back([this, seen = epoch.load()] { serve(seen); });
+        try {
+            for (int i = 1; i < num_threads; i++) workers.emplace_back([this, seen = epoch.load()] { serve(seen); });
+        } catch (const std::system_error&) {
+            // The system gives no more threads: those that started do the work.
+        }
+        size = static_cast<int>(workers.size()) + 1;
     }
 
     void announce(uint64_t newest) {
@@ -81,7 +84,7 @@ struct Pool {
 };
 
 Pool& pool() {
-    static Pool instance;
+    static Pool& instance = *new Pool;  // never destroyed: at the end of the process, threads may still be in it
     return instance;
 }
 

@@ -24,10 +24,14 @@ if [ "$(uname -m)" = x86_64 ]; then
   done
 fi
 if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then
-  for arch in armv8-a armv8.2-a+dotprod; do
-    aarch64-linux-gnu-g++ $common -march=$arch -DLAMPEJO_NEON -static csrc/{api,pack,pool,check,isa_neon}.cpp -o "$out/neon"
-    qemu-aarch64 "$out/neon" > "$out/neon.txt"
-    note "$out/neon.txt" "neon ($arch, emulated)"
+  for f in api pack pool check isa_neon; do
+    aarch64-linux-gnu-g++ $common -DLAMPEJO_NEON -c csrc/$f.cpp -o "$out/arm-$f.o"
+  done
+  aarch64-linux-gnu-g++ $common -march=armv8.2-a+dotprod -c csrc/isa_neondot.cpp -o "$out/arm-dot.o"
+  aarch64-linux-gnu-g++ $common -static "$out"/arm-*.o -o "$out/neon"
+  for isa in neon neondot; do
+    qemu-aarch64 "$out/neon" $isa > "$out/neon.txt"
+    note "$out/neon.txt" "$isa, emulated"
   done
 else
   echo "neon: not checked (no cross compiler or no qemu-user here)"

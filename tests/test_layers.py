@@ -24,6 +24,7 @@ ORDER = [
     "scheduler",
     "ops.reference",
     "ops",
+    "ops.stored",
     "ops.cpu.library",
     "ops.cpu",
     "ops.cpu.fused",

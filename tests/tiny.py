@@ -10,8 +10,9 @@ from lampejo.engine import Engine
 from lampejo.models.config import DrafterConfig, ModelConfig, RopeConfig
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
-from lampejo.ops.cpu.fused import PackedLinear, Stored
+from lampejo.ops.cpu.fused import PackedLinear
 from lampejo.ops.cpu.library import Q8
+from lampejo.ops.stored import Stored
 from lampejo.packing import pack_drafter, pack_target
 from lampejo.request import Request, StopParams
 from lampejo.runner import Runner

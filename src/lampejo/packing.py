@@ -17,8 +17,8 @@ from lampejo.ops.cpu.fused import (
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
-    Stored,
 )
+from lampejo.ops.stored import Stored
 
 ReadMatrix = Callable[[str], Stored]
 

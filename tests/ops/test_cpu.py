@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from lampejo import ops
 from lampejo.cache import BlockView, CausalView, PagedCache
+from lampejo.errors import UserError
 from lampejo.models.dflash import Layer as DraftLayer
 from lampejo.models.llama import Layer
-from lampejo.ops.cpu import instruction_set, set_threads
-from lampejo.ops.cpu.fused import FusedLayer, FusedNorm, PackedLinear, PackedMatrix, Stored
+from lampejo.ops.cpu import instruction_set, library, set_threads
+from lampejo.ops.cpu.fused import FusedLayer, FusedNorm, PackedLinear, PackedMatrix
 from lampejo.ops.cpu.library import LIBRARY, Q4, Q8
+from lampejo.ops.stored import Stored
 from lampejo.packing import _pack_modules
 from lampejo.sampling import gumbel_noise
+from lampejo.weights.gguf import SUPPORTED
 from tiny import TINY, TINY_DRAFTER, randomise
 
 if instruction_set() is None:
@@ -27,7 +30,7 @@ if instruction_set() is None:
 CHOSEN = LIBRARY.lampejo_isa()
 
 
-@pytest.fixture(params=["avx512vnni", "avx2", "neon"])
+@pytest.fixture(params=["avx512vnni", "avx2", "neondot", "neon"])
 def isa(request):
     """Every instruction set that this machine can run."""
     if not LIBRARY.lampejo_force_isa(request.param.encode()):
@@ -282,3 +285,48 @@ def gumbel_key(seed, position):
     from lampejo.sampling import _MASK64, _mix64
 
     return _mix64((seed & _MASK64) ^ _mix64(position + 1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_in_activations_are_not_made_into_numbers(isa, value):
+    """Fault: a model gone wrong that goes on talking, because rounding to codes hides it."""
+    x = torch.randn(3, 64)
+    x[1, 40] = value
+    out = PackedLinear(PackedMatrix(Stored.of(torch.randn(16, 64))))(x)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [Q4, Q8])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_matrix_with_nan_or_infinity_is_refused(kind, value):
+    """C6: fault: a damaged file that loads and talks nonsense."""
+    weight = torch.randn(9, 40)
+    weight[7, 33] = value
+    with pytest.raises(UserError, match="NaN or infinity"):
+        PackedMatrix(Stored.of(weight), kind)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_damaged_scale_is_refused(name):
+    """C7: an f16 scale of infinity in a GGUF block."""
+    type_number, raw, _ = gguf_blocks(name, 8, 256)
+    raw[5, 0:2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)
+    with pytest.raises(UserError, match="NaN or infinity"):
+        PackedMatrix(Stored(type_number, (8, 256), raw))
+
+
+def test_every_type_that_the_readers_accept_can_be_packed():
+    """Fault: three lists of types that agree by hand."""
+    for name in SUPPORTED:
+        kind = gguf.GGMLQuantizationType[name]
+        length, size = gguf.GGML_QUANT_SIZES[kind]
+        raw = torch.zeros(8, 256 // length * size, dtype=torch.uint8)
+        assert PackedMatrix(Stored(int(kind), (8, 256), raw)).rows(torch.arange(8)).isfinite().all()
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    """Fault: structs that Python and an old library lay out differently."""
+    monkeypatch.setattr(library, "ABI", -1)
+    with pytest.raises(ImportError, match="install lampejo again"):
+        library._open()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lampejo.errors import UserError
 from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, hf_name, model_config_from_gguf, model_config_from_hf
-from lampejo.ops.cpu.fused import Stored
+from lampejo.ops.stored import Stored
 from lampejo.weights.files import damaged, read_json
 from lampejo.weights.gguf import GgufFile
 from lampejo.weights.safetensors import SafetensorsFolder

@@ -8,12 +8,12 @@ Shape legend: T tokens, K inputs, N outputs, H hidden.
 """
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from lampejo.errors import UserError
 from lampejo.ops.cpu.library import (
     LIBRARY,
     Q4,
@@ -26,26 +26,10 @@ from lampejo.ops.cpu.library import (
     CMlpHalf,
     CSegment,
 )
+from lampejo.ops.stored import Stored
 
-F32, F16, BF16 = 0, 1, 30  # GGUF's numbers for types without blocks
 _KIND_OF_TYPE = {2: Q4, 3: Q4, 12: Q4K, 6: Q8, 7: Q8, 8: Q8, 13: Q8, 14: Q8}  # GGUF type -> how it is packed
-_TYPE_OF_DTYPE = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 MAX_HEAD_DIM, MAX_PAGE_SIZE = 256, 64  # limits of the kernels, csrc/kernels.h
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A matrix as a file has it: GGUF type number, bytes row by row, and where each row belongs (None: in order)."""
-
-    type: int
-    shape: tuple[int, int]
-    data: torch.Tensor  # uint8
-    row_order: torch.Tensor | None = None  # int32: row i of the file is row row_order[i] of the matrix
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Stored":
-        rows, columns = tensor.shape
-        return cls(_TYPE_OF_DTYPE[tensor.dtype], (rows, columns), tensor.contiguous().view(torch.uint8))
 
 
 class PackedMatrix:
@@ -68,7 +52,10 @@ class PackedMatrix:
             stored.data.data_ptr(),
             None if order is None else order.data_ptr(),
         )
-        assert not failed, f"GGUF type {stored.type} cannot be packed"
+        if failed == -2:
+            raise UserError("A weight matrix holds NaN or infinity.", "The file is damaged; fetch it again.")
+        if failed:
+            raise UserError(f"GGUF type {stored.type} cannot be packed.", "Use the reference operations.")
         bias_pointer = None if self.bias is None else self.bias.data_ptr()
         self.c = CMatrix(self.data.data_ptr(), kind, num_out, num_in, bias_pointer)
         self.pointer = ctypes.addressof(self.c)

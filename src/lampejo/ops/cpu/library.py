@@ -79,7 +79,9 @@ class CContextHalf(ctypes.Structure):
     ]
 
 
+ABI = 1  # LAMPEJO_ABI of the header that the structs above mirror
 _SIGNATURES = {
+    "lampejo_abi": (c_int, []),
     "lampejo_isa": (c_char_p, []),
     "lampejo_force_isa": (c_int, [c_char_p]),
     "lampejo_set_threads": (None, [c_int]),
@@ -98,11 +100,16 @@ _SIGNATURES = {
 
 
 def _open() -> ctypes.CDLL | None:
-    """The library, or None where it was not built."""
+    """The library, or None where it was not built.
+
+    Raises ImportError for one that was built from other sources than these: its structs would be misread.
+    """
     package = sys.modules[__package__]
     for folder in package.__path__:  # an editable install keeps the library apart from the sources
         for path in sorted((Path(folder) / "lib").glob("lampejo_kernels.*")):
             library = ctypes.CDLL(str(path))
+            if not hasattr(library, "lampejo_abi") or library.lampejo_abi() != ABI:
+                raise ImportError(f"{path} was built from other sources than these; install lampejo again.")
             for name, (result, arguments) in _SIGNATURES.items():
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments

@@ -1,0 +1,14 @@
+// Compiled with the flags of its instruction set (CMakeLists.txt).
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "simd_neon.h"
+
+namespace neondot {
+constexpr int MAX_TILE = 8;  // tokens that share the unpacking of weights: as many as fit the registers
+#include "kernels.inl"
+}  // namespace neondot
