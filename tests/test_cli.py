@@ -16,6 +16,7 @@ from lampejo import LLM, SamplingParams, StopParams
 from lampejo.chat_session import ChatSession
 from lampejo.cli import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE, main, make_parser
 from lampejo.loader import Loaded, load_model, without_drafts
+from lampejo.ops.cpu import instruction_set
 from lampejo.terminal import printable, side_by_side, wants_color
 
 Run = Callable[..., tuple[int, str, str]]
@@ -161,7 +162,7 @@ def test_json_with_drafts_equals_json_without(run):
     """Issue "Done when": equal ids with the real model, and drafts were verified (V2). Loads twice, as users do."""
     code, out, err = run("generate", HAIKU, "--json", "--max-tokens", "48")
     drafted = json.loads(out)
-    assert (code, err) == (0, "")
+    assert code == 0 and err.count("\n") == (instruction_set() is None)  # what the reference operations say once
     plain = json.loads(run("generate", HAIKU, "--json", "--max-tokens", "48", "--drafter", "none")[1])
     for key in ("ids", "text", "finish_reason"):
         assert drafted[key] == plain[key]
@@ -221,6 +222,17 @@ def test_sampling_flags_reach_the_engine(run):
     assert answer(*hot, "7")["ids"] == answer(*hot, "7", "--width", "0")["ids"] != answer(*hot, "8")["ids"]
     first = answer()["text"].split()[0]
     assert answer("--stop", first)["text"].strip() == "" and answer("--stop", first)["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("LIBRARY", "not built; reinstall"), ("instruction_set", "processor")])
+def test_falling_back_to_the_reference_operations_is_said(name, reason, monkeypatch, capsys):
+    """Fault: without the kernels everything is several times slower and nobody is told why."""
+    monkeypatch.setattr(f"lampejo.loader.{name}", None if name == "LIBRARY" else lambda: None)
+    assert main(["generate", "--raw", "--max-tokens", "2", "--drafter", "none", "--context", "64", "one two"]) == 0
+    said, statistics = capsys.readouterr().err.splitlines()
+    assert said.startswith("lampejo: the CPU kernels") and "several times slower" in said
+    assert all(words in said for words in reason.split("; "))
+    assert statistics.endswith("plain decoding, reference operations")
 
 
 @pytest.mark.parametrize("color", ["always", "never"])

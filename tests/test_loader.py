@@ -235,3 +235,13 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
         load_model("smollm2", "none", EngineConfig(ops="cpu", quantize="none", max_context=64), None, None)
     with pytest.raises(UserError, match=r"blocks of 16, pages of 8\)"):
         pack_drafter(make_drafter(replace(TINY_DRAFTER, block_size=16)), {}, Q8, page_size=8)
+
+
+@pytest.mark.parametrize("page_size", [4, 128])
+def test_pages_that_the_kernels_do_not_know_are_the_reason_for_the_reference(target: Path, page_size: int):
+    """Fault: a page size silently makes everything slower."""
+    loaded, _ = load(target, "none", page_size=page_size)
+    assert loaded.info["ops"] == "reference"
+    assert ("not built" if instruction_set() is None else f"pages of {page_size}") in loaded.info["ops_reason"]
+    asked_for, _ = load(target, "none", page_size=page_size, ops="reference")
+    assert asked_for.info["ops"] == "reference" and asked_for.info["ops_reason"] is None

@@ -1,6 +1,8 @@
 """Flags into dataclasses: which model, which answers. Whatever can be refused without the model is refused here."""
 
 import argparse
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +12,7 @@ from lampejo.errors import UserError
 from lampejo.loader import Loaded, load_model
 from lampejo.request import StopParams
 from lampejo.sampling import SamplingParams, check_number
-from lampejo.terminal import status
+from lampejo.terminal import fallback_line, status
 from lampejo.weights.aliases import DEFAULT
 
 
@@ -48,18 +50,27 @@ class ModelOptions:
 
     def load(self) -> LLM:
         with status(f"loading {self.model}"):
-            return load(
+            llm = load(
                 self.model,
                 self.drafter,
                 config=self.engine_config,
                 threads=self.threads,
                 target_layer_ids=self.target_layer_ids,
             )
+        _tell_fallback(llm.info)
+        return llm
 
     def load_parts(self) -> tuple[Loaded, EngineConfig]:
         """For those who make more than one engine of them."""
         with status(f"loading {self.model}"):
-            return load_model(self.model, self.drafter, self.engine_config, self.threads, self.target_layer_ids)
+            parts = load_model(self.model, self.drafter, self.engine_config, self.threads, self.target_layer_ids)
+        _tell_fallback(parts[0].info)
+        return parts
+
+
+def _tell_fallback(info: Mapping[str, Any]) -> None:
+    if line := fallback_line(info):
+        print(line, file=sys.stderr)
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:

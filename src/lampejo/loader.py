@@ -15,7 +15,8 @@ from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu import set_threads as set_kernel_threads
-from lampejo.ops.cpu.library import Q4, Q8
+from lampejo.ops.cpu.fused import MAX_PAGE_SIZE
+from lampejo.ops.cpu.library import LIBRARY, Q4, Q8
 from lampejo.packing import fits_kernels, pack_drafter, pack_target
 from lampejo.runner import Runner
 from lampejo.sampling import check_number
@@ -59,7 +60,7 @@ def load_model(
         config = config.resolve(checkpoint.config.max_context)
         assert config.max_context is not None and config.num_pages is not None
         tokenizer = load_tokenizer(checkpoint)
-        packed_kind = _packed_kind(config, checkpoint.config.head_dim)
+        packed_kind, ops_reason = choose_ops(config, checkpoint.config.head_dim)
         packed_pages = None if packed_kind is None else config.page_size
         drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids, packed_pages)
         target = load_target(checkpoint, packed_kind)
@@ -72,6 +73,7 @@ def load_model(
             "quantization": checkpoint.quantization,
             "device": str(runner.device),
             "ops": "reference" if packed_kind is None else f"cpu ({instruction_set()})",
+            "ops_reason": ops_reason,
             "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.") if packed_kind is None else "int8",
             "drafter": drafter_name,
             "drafters": [d.name for d in speculator.drafters],
@@ -95,22 +97,33 @@ def load_model(
     return loaded, config
 
 
-def _packed_kind(config: EngineConfig, head_dim: int) -> int | None:
-    """How the CPU kernels pack float weights, or None where the reference operations run."""
+def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | None]:
+    """How the CPU kernels pack float weights; None where the reference operations run, with the reason if nobody asked
+    for them."""
     if config.ops == "reference":
-        return None
+        return None, None
     if config.quantize == "none":
         if config.ops == "cpu":
             raise UserError("The CPU kernels have no fp32 weights.", "Choose --quantize q8, or --ops reference.")
-        return None
-    usable = instruction_set() is not None and fits_kernels(head_dim, config.page_size)
-    if not usable and config.ops == "cpu":
+        return None, None
+    lacking = _lacking(head_dim, config.page_size)
+    if lacking and config.ops == "cpu":
         raise UserError(
-            "The CPU kernels cannot serve this model here: they were not built, or do not know this processor or these "
-            "head and page sizes.",
+            f"The CPU kernels cannot serve this model here: {lacking}.",
             "Install lampejo where a C++ compiler is at hand, or use the reference operations.",
         )
-    return {"q4": Q4, "q8": Q8}[config.quantize] if usable else None
+    return (None, lacking) if lacking else ({"q4": Q4, "q8": Q8}[config.quantize], None)
+
+
+def _lacking(head_dim: int, page_size: int) -> str | None:
+    """Why the kernels cannot run; the reference operations always can."""
+    if LIBRARY is None:
+        return "the CPU kernels were not built"
+    if instruction_set() is None:
+        return "the CPU kernels do not know this processor"
+    if not fits_kernels(head_dim, MAX_PAGE_SIZE):
+        return f"the CPU kernels do not know heads of {head_dim}"
+    return None if fits_kernels(head_dim, page_size) else f"the CPU kernels do not know pages of {page_size} tokens"
 
 
 def without_drafts(loaded: Loaded) -> Loaded:

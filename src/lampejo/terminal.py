@@ -60,11 +60,20 @@ class OriginPainter:
 
 
 def drafting_mode(info: Mapping[str, Any]) -> str:
-    """The effective mode, from ``LLM.info``: who drafts, and how wide."""
+    """The effective mode, from ``LLM.info``: who drafts, how wide, and whether PyTorch's operations do a CPU's work."""
     names = [info["drafter"] if name == "dflash" else name for name in info["drafters"]]
-    if not names:
-        return "plain decoding"
-    return f"drafts by {' + '.join(names)}, width {info['width']}"
+    mode = f"drafts by {' + '.join(names)}, width {info['width']}" if names else "plain decoding"
+    slowly = info.get("ops") == "reference" and info.get("device") == "cpu"
+    return f"{mode}, reference operations" if slowly else mode
+
+
+def fallback_line(info: Mapping[str, Any]) -> str | None:
+    """What to tell once, at load, where the reference operations run although nobody asked for them."""
+    reason = info.get("ops_reason")
+    if not reason:
+        return None
+    remedy = "; reinstall lampejo where a C++ compiler is at hand" if "not built" in reason else ""
+    return f"lampejo: {reason}: running on PyTorch's operations, several times slower{remedy}"
 
 
 def statistics_line(completion: Completion, info: Mapping[str, Any]) -> str:
