@@ -97,6 +97,3 @@ void lampejo_paged_attention(const Batch* batch, const float* q, const uint16_t*
                              int num_heads, int num_kv_heads, int head_dim, float* out) {
     chosen->kernels->paged_attention(*batch, q, k_cache, v_cache, num_heads, num_kv_heads, head_dim, out);
 }
-void lampejo_add_gumbel(const float* logits, float temperature, uint64_t key, const int64_t* ids, int num_ids, float* out) {
-    chosen->kernels->add_gumbel(logits, temperature, key, ids, num_ids, out);
-}

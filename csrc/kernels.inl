@@ -177,30 +177,5 @@ static void paged_attention(const Batch& batch, const float* q, const uint16_t* 
     });
 }
 
-// --- noise -----------------------------------------------------------------------------------------------------------
-
-static inline uint32_t mix32(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
-    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
-    return x ^ (x >> 16);
-}
-
-static void add_gumbel(const float* logits, float temperature, uint64_t key, const int64_t* ids, int num_ids, float* out) {
-    const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
-    const int per_piece = 2048;
-    parallel([=](Team& team) {
-        team.run((num_ids + per_piece - 1) / per_piece, [&](int piece) {
-            const int last = std::min(num_ids, (piece + 1) * per_piece);
-            for (int i = piece * per_piece; i < last; i++) {
-                const uint32_t id = static_cast<uint32_t>(ids ? ids[i] : i);
-                const uint32_t bits = mix32(mix32(id * 0x9E3779B1u + low) ^ high);
-                const float uniform = (static_cast<float>(bits >> 9) + 0.5f) * 0x1p-23f;
-                out[i] = logits[i] / temperature - std::log(-std::log(uniform));
-            }
-        });
-    });
-}
-
 extern const Kernels kernels;
-const Kernels kernels = {matmul_all,   rms_norm,        attention_half, mlp_half,
-                         context_half, paged_attention, add_gumbel};
+const Kernels kernels = {matmul_all, rms_norm, attention_half, mlp_half, context_half, paged_attention};

@@ -70,7 +70,7 @@ struct ContextHalf {
 };
 
 // Changes with every change of a struct or signature here; lampejo/ops/cpu/library.py knows the one that it was written for.
-#define LAMPEJO_ABI 1
+#define LAMPEJO_ABI 2
 LAMPEJO_API int lampejo_abi();
 LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neondot", "neon"; null if nothing fits
 LAMPEJO_API int lampejo_force_isa(const char* name);      // for tests; 0 if this machine cannot run it
@@ -95,7 +95,5 @@ LAMPEJO_API void lampejo_context_half(const ContextHalf* half, const Batch* batc
 // Attention alone: q [T, Q, D] over stored keys (causal), as inside lampejo_attention_half.
 LAMPEJO_API void lampejo_paged_attention(const Batch* batch, const float* q, const uint16_t* k_cache, const uint16_t* v_cache,
                              int num_heads, int num_kv_heads, int head_dim, float* out);
-// out [V] = logits / temperature + Gumbel noise of (key, token id); see sampling.gumbel_noise.
-LAMPEJO_API void lampejo_add_gumbel(const float* logits, float temperature, uint64_t key, const int64_t* ids, int num_ids, float* out);
 
 }  // extern "C"

@@ -1,6 +1,5 @@
 """The CPU kernels against the reference operations, and row invariance, on every instruction set that runs here."""
 
-import ctypes
 import math
 
 import gguf
@@ -20,7 +19,6 @@ from lampejo.ops.cpu.fused import FusedLayer, FusedNorm, PackedLinear, PackedMat
 from lampejo.ops.cpu.library import LIBRARY, Q4, Q8
 from lampejo.ops.stored import Stored
 from lampejo.packing import _pack_modules
-from lampejo.sampling import gumbel_noise
 from lampejo.weights.gguf import SUPPORTED
 from tiny import TINY, TINY_DRAFTER, randomise
 
@@ -267,24 +265,6 @@ def test_a_fused_drafter_layer_equals_the_layer_it_stands_for(isa, causal, windo
     scale = outputs[0].abs().max()
     assert (outputs[1] - outputs[0]).abs().max() < 0.04 * scale
     assert (outputs[1] - outputs[0]).abs().mean() < 0.006 * scale
-
-
-def test_gumbel_noise_equals_the_reference(isa):
-    """The same counter, the same bits, the logarithm within rounding; for all ids and for a draft vocabulary."""
-    logits = torch.randn(1000)
-    for ids in (None, torch.randperm(5000)[:1000].sort().values):
-        out = torch.empty(1000)
-        key = gumbel_key(7, 123)
-        pointer = None if ids is None else ids.data_ptr()
-        LIBRARY.lampejo_add_gumbel(logits.data_ptr(), 0.7, ctypes.c_uint64(key), pointer, 1000, out.data_ptr())
-        which = torch.arange(1000) if ids is None else ids
-        assert torch.allclose(out, logits / 0.7 + gumbel_noise(7, [123], which)[0], atol=1e-4)
-
-
-def gumbel_key(seed, position):
-    from lampejo.sampling import _MASK64, _mix64
-
-    return _mix64((seed & _MASK64) ^ _mix64(position + 1))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

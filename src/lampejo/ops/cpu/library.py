@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_size_t, c_void_p
 from pathlib import Path
 
 Q4, Q4K, Q8 = 0, 1, 2  # kinds of packed matrices
@@ -79,7 +79,7 @@ class CContextHalf(ctypes.Structure):
     ]
 
 
-ABI = 1  # LAMPEJO_ABI of the header that the structs above mirror
+ABI = 2  # LAMPEJO_ABI of the header that the structs above mirror
 _SIGNATURES = {
     "lampejo_abi": (c_int, []),
     "lampejo_isa": (c_char_p, []),
@@ -95,7 +95,6 @@ _SIGNATURES = {
     "lampejo_mlp_half": (None, [c_void_p, c_void_p, c_int]),
     "lampejo_context_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "lampejo_paged_attention": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
-    "lampejo_add_gumbel": (None, [c_void_p, c_float, c_uint64, c_void_p, c_int, c_void_p]),
 }
 
 
