@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -388,3 +390,20 @@ def test_a_program_that_fails_in_the_middle_of_a_stream_ends_with_its_own_error(
     """)
     assert code == 1
     assert errors.splitlines()[-1] == 'KeyError: "the caller\'s own fault"'
+
+
+def test_a_model_that_is_dropped_is_freed_with_its_thread():
+    """Fault: the thread kept engine and weights of every model that was ever loaded."""
+    num_threads, freed = threading.active_count(), []
+    for _ in range(3):
+        llm = scripted_llm(random_target())
+        llm.generate("a prompt", max_tokens=3)
+        unread = llm.stream("half read", **LONG)
+        next(unread)
+        freed += [weakref.ref(llm), weakref.ref(llm.engine), weakref.ref(llm.engine.runner)]
+        del llm
+        assert next(unread).ids  # a stream under way keeps its model
+        del unread
+        gc.collect()
+    assert soon(lambda: threading.active_count() == num_threads)
+    assert soon(lambda: [ref() for ref in freed] == [None] * 9)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -102,7 +103,7 @@ class _Progress:
 
 
 class LLM:
-    """A loaded model with its engine. A context manager; ``close`` ends its thread.
+    """A loaded model with its engine. A context manager; ``close`` ends its thread, and so does dropping the model.
 
     A prompt is text, taken as it is, or a list of ``{"role", "content"}`` messages, which goes through the model's chat
     template. Keyword arguments are the fields of ``SamplingParams`` and ``StopParams``, and
@@ -120,6 +121,8 @@ class LLM:
         self._vocab_size = loaded.runner.target.config.vocab_size
         self._ids = itertools.count()
         self._frontend = Frontend(self.engine)
+        # Whoever drops the model frees it. The end of the process is the frontend's own matter.
+        weakref.finalize(self, self._frontend.stop).atexit = False
 
     def __enter__(self) -> "LLM":
         return self

@@ -57,14 +57,19 @@ Outbox = SyncOutbox | AsyncOutbox
 
 
 class Frontend:
-    """Owns the engine and the one thread that touches it. ``submit``, ``abort``, ``close`` may be called anywhere."""
+    """Owns the engine and the one thread that touches it. ``submit``, ``abort``, ``close`` may be called anywhere.
+
+    The thread keeps the frontend and its engine alive until it is told to end.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: BaseException | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outboxes: dict[int, Outbox] = {}
-        self._lock = threading.Lock()  # between submit and the end of the thread, so that no request is left behind
+        # Between submit and the end of the thread, so that no request is left behind. Reentrant, because the garbage
+        # collector may call ``stop`` in the middle of either.
+        self._lock = threading.RLock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lampejo-engine", daemon=True)
         self._thread.start()
@@ -84,11 +89,15 @@ class Frontend:
         """Ends a request; its outbox gets no more deltas. Harmless when it is over already."""
         self._inbox.put(lambda: self._abort(request))
 
-    def close(self) -> None:
-        """Aborts what runs and ends the thread."""
+    def stop(self) -> None:
+        """Aborts what runs and lets the thread end, without waiting for it."""
         with self._lock:
             self._closed = True
         self._inbox.put(None)
+
+    def close(self) -> None:
+        """Aborts what runs and ends the thread."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
