@@ -316,6 +316,20 @@ def test_an_event_loop_that_closes_between_check_and_call_harms_nobody_else(llm)
     assert llm._frontend.error is None
 
 
+def test_requests_of_a_closed_loop_are_aborted(llm):
+    """Fault: they were decoded to their ends, in rows and pages that others wait for, and nobody read them."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    requests = [llm.make_request(f"orphan {n}", **LONG) for n in range(3)]
+    requests.append(llm.make_request("ends in its first step", max_tokens=1))
+    for request in requests:
+        llm._frontend.submit(request, AsyncOutbox(loop))
+    assert soon(lambda: not llm._frontend._inbox.qsize() and is_idle(llm))
+    assert [request.finish_reason for request in requests] == ["abort"] * 3 + ["length"]
+    assert [request.num_output for request in requests[:3]] == [1] * 3
+    assert llm._frontend.error is None
+
+
 def test_a_loop_that_is_closed_with_requests_under_way_harms_nobody_else(llm):
     """M6: asyncio.run was left by an exception, for example."""
 

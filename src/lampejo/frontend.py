@@ -148,7 +148,7 @@ class Frontend:
         self._put([(self._outboxes[d.request.id], d) for d in deltas])
         for delta in deltas:
             if delta.finish_reason:
-                del self._outboxes[delta.request.id]
+                self._outboxes.pop(delta.request.id, None)
 
     def _put(self, items: list[tuple[Outbox, Item]]) -> None:
         """One call per event loop and step, however many requests it serves."""
@@ -159,8 +159,12 @@ class Frontend:
             else:
                 outbox.put(item)
         for loop, batch in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop was closed; its requests have no readers any more
+            try:
                 loop.call_soon_threadsafe(_put_all, batch)
+            except RuntimeError:  # the loop was closed; its requests have no readers any more
+                for _, item in batch:
+                    if isinstance(item, TokenDelta):
+                        self._abort(item.request)
 
 
 _alive: weakref.WeakSet[Frontend] = weakref.WeakSet()
