@@ -245,3 +245,12 @@ def test_pages_that_the_kernels_do_not_know_are_the_reason_for_the_reference(tar
     assert ("not built" if instruction_set() is None else f"pages of {page_size}") in loaded.info["ops_reason"]
     asked_for, _ = load(target, "none", page_size=page_size, ops="reference")
     assert asked_for.info["ops"] == "reference" and asked_for.info["ops_reason"] is None
+
+
+def test_info_tells_the_precision_of_weights_and_keys(target: Path):
+    """Fault: whether a quantised answer was computed in its own codes, 8 bits or fp32 is nowhere to be read."""
+    exact, _ = load(target, "none", ops="reference")
+    assert (exact.info["weights"], exact.info["kv_dtype"], exact.info["dtype"]) == ("fp32", "float32", "float32")
+    if instruction_set() is not None:
+        packed, _ = load(target, "none", quantize="q4")
+        assert (packed.info["weights"], packed.info["kv_dtype"]) == ("q4: 15", "float16")  # 2 layers of 7, a tied head

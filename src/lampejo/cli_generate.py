@@ -169,7 +169,8 @@ def _comparison(plain: Completion, drafted: Completion, info: dict[str, Any], sp
     faster = "" if speedup is None else f"\n{speedup:.2f} times plain"
     return "\n".join(
         [
-            f"{info['model']}, {info['quantization']}, {info['ops']} {info['dtype']}",
+            f"{info['model']}, {info['quantization']}",
+            f"{info['dtype']} on {info['ops']}; weights {info['weights']}; keys and values {info['kv_dtype']}",
             rule,
             side_by_side("plain", drafting_mode(info), width),
             rule,

@@ -1,6 +1,7 @@
 """From names to a ready runner: checkpoint, weights, tokenizer, drafter."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu import set_threads as set_kernel_threads
-from lampejo.ops.cpu.fused import MAX_PAGE_SIZE
-from lampejo.ops.cpu.library import LIBRARY, Q4, Q8
+from lampejo.ops.cpu.fused import MAX_PAGE_SIZE, PackedEmbedding, PackedLinear
+from lampejo.ops.cpu.library import LIBRARY, Q4, Q4K, Q8
 from lampejo.packing import fits_kernels, pack_drafter, pack_target
 from lampejo.runner import Runner
 from lampejo.sampling import check_number
@@ -75,6 +76,8 @@ def load_model(
             "ops": "reference" if packed_kind is None else f"cpu ({instruction_set()})",
             "ops_reason": ops_reason,
             "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.") if packed_kind is None else "int8",
+            "weights": "fp32" if packed_kind is None else _packed_weights(target),
+            "kv_dtype": str(runner.cache.k.dtype).removeprefix("torch."),
             "drafter": drafter_name,
             "drafters": [d.name for d in speculator.drafters],
             "width": "auto" if config.width is None else config.width,
@@ -124,6 +127,15 @@ def _lacking(head_dim: int, page_size: int) -> str | None:
     if not fits_kernels(head_dim, MAX_PAGE_SIZE):
         return f"the CPU kernels do not know heads of {head_dim}"
     return None if fits_kernels(head_dim, page_size) else f"the CPU kernels do not know pages of {page_size} tokens"
+
+
+def _packed_weights(target: Llama) -> str:
+    """How many of the target's matrices are held in which kind, like "q4: 210, q8: 1"."""
+    parts = [target, *(layer.layer for layer in target.model.layers)]  # fused layers are no modules
+    modules = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
+    kinds = {id(m.matrix): m.matrix.c.kind for m in modules}  # a tied head is one matrix
+    counts = Counter({Q4: "q4", Q4K: "q4k", Q8: "q8"}[kind] for kind in kinds.values())
+    return ", ".join(f"{kind}: {counts[kind]}" for kind in sorted(counts))
 
 
 def without_drafts(loaded: Loaded) -> Loaded:
