@@ -95,6 +95,7 @@ EARLY = {
     "logprobs without json": (["generate", "--logprobs", "1", "x"], ["--logprobs", "--json"]),
     "negative width": (["generate", "--width", "-1", "x"], ["--width"]),
     "width without drafter": (["generate", "--width", "4", "--drafter", "none", "x"], ["--width", "--drafter none"]),
+    "packing for the reference": (["generate", "--ops", "reference", "--quantize", "q4", "x"], ["q4", "reference"]),
     "no threads": (["generate", "--threads", "0", "x"], ["--threads"]),
     "no context": (["generate", "--context", "1", "x"], ["--context"]),
     "taps that are no numbers": (["generate", "--target-layer-ids", "1,b", "x"], ["--target-layer-ids", "1,9,17"]),
@@ -123,6 +124,7 @@ LATE = {
     "missing file to inspect": (["inspect", "./nonesuch.gguf"], ["nonesuch.gguf", "does not exist"]),
     "unknown drafter": (["generate", "--drafter", "nonesuch", "x"], ["nonesuch"]),
     "context larger than the model's": (["generate", "--context", "9000", "x"], ["9000", "8192"]),
+    "more drafts than anybody offers": (["generate", "--width", "100", "x"], ["width is 100", "15 drafts"]),
     "prompt over the context": (["generate", "--context", "40", "word " * 50], ["context of 40"]),
     "token id outside the vocabulary": (["generate", "--logit-bias", "49152=1", "x"], ["49152"]),
 }

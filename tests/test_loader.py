@@ -254,3 +254,22 @@ def test_info_tells_the_precision_of_weights_and_keys(target: Path):
     if instruction_set() is not None:
         packed, _ = load(target, "none", quantize="q4")
         assert (packed.info["weights"], packed.info["kv_dtype"]) == ("q4: 15", "float16")  # 2 layers of 7, a tied head
+
+
+@pytest.mark.parametrize(("kind", "most"), [("none", 0), ("ngram", 15), ("auto", 15), ("dflash", 3)])
+def test_a_width_that_no_drafter_offers_is_refused(target: Path, drafter: Path, kind: str, most: int):
+    """Fault: a fixed width is accepted, and fewer drafts are made without a word."""
+    name = drafter if kind == "dflash" else kind  # blocks of 4
+    assert load(target, name, width=most)[0].info["width"] == most
+    with pytest.raises(UserError, match=f"width is {most + 1}, .* offers {most} drafts"):
+        load(target, name, width=most + 1)
+
+
+def test_packing_that_cannot_happen_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch):
+    """Fault: --quantize accepted and without effect, because the reference operations run."""
+    with pytest.raises(UserError, match="quantize is q4, but the reference operations compute in fp32"):
+        load(target, "none", ops="reference", quantize="q4")
+    assert load(target, "none", ops="reference", quantize="none")[0].info["weights"] == "fp32"
+    monkeypatch.setattr("lampejo.loader.LIBRARY", None)
+    with pytest.raises(UserError, match=r"--quantize q8 is for the CPU kernels.*not built"):
+        load(target, "none", quantize="q8")

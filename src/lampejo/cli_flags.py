@@ -30,7 +30,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantize",
         choices=("q8", "q4", "none"),
-        default="q8",
         help="how the kernels hold weights that the files store as floats; none keeps fp32 (default: q8)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")

@@ -27,7 +27,7 @@ class ModelOptions:
     context: int | None = None
     threads: int | None = None
     ops: str = "auto"
-    quantize: str = "q8"
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         if self.width is not None:
@@ -43,6 +43,7 @@ class ModelOptions:
                 f"--target-layer-ids says nothing to --drafter {self.drafter}.",
                 "Leave it out, or name a DFlash drafter.",
             )
+        _ = self.engine_config  # it refuses settings that do not go together
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -14,8 +14,9 @@ class EngineConfig:
     max_context: tokens of prompt and answer together; max_rows: requests decoded at once; token_budget: most tokens
     of one step, which bounds a prefill chunk; num_pages pages of page_size tokens hold all keys and values; width: a
     fixed number of drafted tokens per step, None lets the controller choose; ops: "cpu" (the kernels), "reference", or
-    "auto"; quantize: how the CPU kernels hold weights that the checkpoint stores as floats, "q8", "q4", or "none" (fp32
-    on the reference operations). Weights that are quantised already keep their codes, or go to 8 bits.
+    "auto"; quantize: how the CPU kernels hold weights that the checkpoint stores as floats, "q8" (the choice of None),
+    "q4", or "none" (fp32 on the reference operations). Weights that are quantised already keep their codes, or go to 8
+    bits.
     """
 
     max_context: int | None = None
@@ -25,15 +26,21 @@ class EngineConfig:
     num_pages: int | None = None
     width: int | None = None
     ops: str = "auto"
-    quantize: str = "q8"
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ops == "reference" and self.quantize not in (None, "none"):
+            raise UserError(
+                f"quantize is {self.quantize}, but the reference operations compute in fp32.", "Leave one of them out."
+            )
 
     def resolve(self, model_context: int) -> "EngineConfig":
         """Fills what is open from the model's own context limit, and refuses what cannot work."""
-        choices = {"ops": ("auto", "cpu", "reference"), "quantize": ("q8", "q4", "none")}
+        choices = {"ops": ("auto", "cpu", "reference"), "quantize": (None, "q8", "q4", "none")}
         for name, value in vars(self).items():
             if name in choices:
                 if value not in choices[name]:
-                    raise UserError(f"{name} is {value!r}; it must be one of {', '.join(choices[name])}.")
+                    raise UserError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, choices[name]))}.")
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise UserError(f"{name} is {value}; it must be a whole number.")
         max_context = model_context if self.max_context is None else self.max_context

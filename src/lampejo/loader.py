@@ -63,7 +63,9 @@ def load_model(
         tokenizer = load_tokenizer(checkpoint)
         packed_kind, ops_reason = choose_ops(config, checkpoint.config.head_dim)
         packed_pages = None if packed_kind is None else config.page_size
-        drafter_name, dflash = _load_drafter(drafter, checkpoint, target_layer_ids, packed_pages)
+        drafter_name, opened = _open_drafter(drafter, checkpoint, target_layer_ids)
+        _check_width(config.width, drafter, opened[0] if opened else None)
+        dflash = build_drafter(*opened, packed_pages) if opened else None
         target = load_target(checkpoint, packed_kind)
         kv_dtype = None if packed_kind is None else torch.float16
         runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype)
@@ -110,12 +112,13 @@ def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | N
             raise UserError("The CPU kernels have no fp32 weights.", "Choose --quantize q8, or --ops reference.")
         return None, None
     lacking = _lacking(head_dim, config.page_size)
-    if lacking and config.ops == "cpu":
+    if lacking and (config.ops == "cpu" or config.quantize):
+        asked_for = "--ops cpu" if config.ops == "cpu" else f"--quantize {config.quantize}"
         raise UserError(
-            f"The CPU kernels cannot serve this model here: {lacking}.",
+            f"{asked_for} is for the CPU kernels, which cannot serve this model here: {lacking}.",
             "Install lampejo where a C++ compiler is at hand, or use the reference operations.",
         )
-    return (None, lacking) if lacking else ({"q4": Q4, "q8": Q8}[config.quantize], None)
+    return (None, lacking) if lacking else ({"q4": Q4, "q8": Q8}[config.quantize or "q8"], None)
 
 
 def _lacking(head_dim: int, page_size: int) -> str | None:
@@ -131,7 +134,8 @@ def _lacking(head_dim: int, page_size: int) -> str | None:
 
 def _packed_weights(target: Llama) -> str:
     """How many of the target's matrices are held in which kind, like "q4: 210, q8: 1"."""
-    parts = [target, *(layer.layer for layer in target.model.layers)]  # fused layers are no modules
+    layers: Any = target.model.layers  # fused ones, which are no modules
+    parts: list[nn.Module] = [target, *(layer.layer for layer in layers)]
     modules = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
     kinds = {id(m.matrix): m.matrix.c.kind for m in modules}  # a tied head is one matrix
     counts = Counter({Q4: "q4", Q4K: "q4k", Q8: "q8"}[kind] for kind in kinds.values())
@@ -187,9 +191,9 @@ def _check_complete(module: nn.Module) -> None:
     assert not left, left
 
 
-def _load_drafter(
-    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None, packed_pages: int | None
-) -> tuple[str, DFlash | None]:
+def _open_drafter(
+    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None
+) -> tuple[str, tuple[DrafterConfig, dict[str, torch.Tensor]] | None]:
     """The DFlash drafter that ``--drafter`` asks for, and its name for people."""
     if drafter in ("none", "ngram"):
         return drafter, None
@@ -203,8 +207,17 @@ def _load_drafter(
             )
         if place is None:
             return "ngram (no DFlash drafter is known for this model)", None
-    config, tensors = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids, checkpoint.eos_ids)
-    return Path(str(place)).name, build_drafter(config, tensors, packed_pages)
+    opened = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids, checkpoint.eos_ids)
+    return Path(str(place)).name, opened
+
+
+def _check_width(width: int | None, drafter: str, dflash: DrafterConfig | None) -> None:
+    """A fixed width that no drafter can offer would be narrowed without a word."""
+    most = max(NGRAM_MAX_WIDTH if drafter in ("auto", "ngram") else 0, dflash.block_size - 1 if dflash else 0)
+    if width is not None and width > most:
+        raise UserError(
+            f"width is {width}, but --drafter {drafter} offers {most} drafts at most.", f"Choose 0 to {most}."
+        )
 
 
 def _speculator(drafter: str, runner: Runner, config: EngineConfig) -> Speculator:
