@@ -324,7 +324,7 @@ def test_requests_of_a_closed_loop_are_aborted(llm):
     requests.append(llm.make_request("ends in its first step", max_tokens=1))
     for request in requests:
         llm._frontend.submit(request, AsyncOutbox(loop))
-    assert soon(lambda: not llm._frontend._inbox.qsize() and is_idle(llm))
+    assert soon(lambda: all(request.finish_reason for request in requests) and is_idle(llm))
     assert [request.finish_reason for request in requests] == ["abort"] * 3 + ["length"]
     assert [request.num_output for request in requests[:3]] == [1] * 3
     assert llm._frontend.error is None
@@ -376,7 +376,15 @@ def run_script(script: str) -> tuple[int, str, str]:
         LONG = {"max_tokens": 400, "ignore_eos": True}
     """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(start) + textwrap.dedent(script)],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-W",
+            "ignore:.*fork:DeprecationWarning",
+            "-c",
+            textwrap.dedent(start) + textwrap.dedent(script),
+        ],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
@@ -421,3 +429,29 @@ def test_a_model_that_is_dropped_is_freed_with_its_thread():
         gc.collect()
     assert soon(lambda: threading.active_count() == num_threads)
     assert soon(lambda: [ref() for ref in freed] == [None] * 9)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_process_is_told_to_load_the_model_again():
+    """Fault: a fork has no engine thread, so every request waited for ever; also with a stream of the parent's open."""
+    script = """
+        import asyncio, os, warnings
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # Python 3.12 warns of the threads
+        stream = llm.stream("a long answer", **LONG)
+        next(stream)
+        child = os.fork()
+        if not child:
+            asked = [llm.generate, lambda prompt: next(llm.stream(prompt)), lambda p: asyncio.run(llm.agenerate(p))]
+            for ask in asked:
+                try:
+                    ask("a prompt")
+                except RuntimeError as error:
+                    print(error, flush=True)
+            llm.close()
+            raise SystemExit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert len(llm.generate("the parent goes on", **LONG).ids) == 400
+    """
+    code, output, errors = run_script(script)
+    assert (code, errors) == (0, "")
+    assert output.count("load it again in this process") == 3

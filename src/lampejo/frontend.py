@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -71,12 +72,15 @@ class Frontend:
         # collector may call ``stop`` in the middle of either.
         self._lock = threading.RLock()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="lampejo-engine", daemon=True)
         self._thread.start()
         _alive.add(self)
 
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Queues a request. After a fatal error every submission fails at once with it."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("The model was loaded before this process was forked; load it again in this process.")
         with self._lock:
             if self.error is not None:
                 raise RuntimeError("The engine has failed; load the model again.") from self.error
@@ -91,6 +95,8 @@ class Frontend:
 
     def stop(self) -> None:
         """Aborts what runs and lets the thread end, without waiting for it."""
+        if os.getpid() != self._pid:  # a fork has no thread, and another may have held the lock when it was made
+            return
         with self._lock:
             self._closed = True
         self._inbox.put(None)
