@@ -1,6 +1,7 @@
 """The Python interface: what goes in is checked before any work, and every way of asking gives the same answer."""
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,29 @@ def test_timings_count_from_submission_and_a_one_token_answer_has_no_rate(llm):
         assert 0 < done.timings["first_token_s"] <= done.timings["total_s"] < 60
     assert long.timings["tok_per_s"] > 0
     assert short.timings["tok_per_s"] == 0
+
+
+def test_answers_decoded_together_have_their_own_rates(llm, monkeypatch):
+    """Fault: time was taken as answers were read, one after another; those after the first came "at once"."""
+    verify = llm.engine.runner.verify
+    monkeypatch.setattr(llm.engine.runner, "verify", lambda batch: (time.sleep(0.002), verify(batch))[1])
+    for done in llm.generate(["one prompt", "two", "three"], max_tokens=80, ignore_eos=True):
+        num_steps = len(done.ids) - done.speculation["num_accepted_draft_tokens"]
+        assert done.timings["total_s"] - done.timings["first_token_s"] > 0.002 * (num_steps - 1)
+        assert 0 < done.timings["tok_per_s"] < 80 / (0.002 * (num_steps - 1))
+
+
+def test_a_slow_reader_does_not_slow_the_times_that_are_told(llm):
+    """Fault: the timings of an answer told how long the caller took to read it."""
+    started = time.perf_counter()
+    stream = llm.stream("a prompt", max_tokens=60, ignore_eos=True)
+    next(stream)
+    while llm.engine.has_work:
+        time.sleep(0.001)
+    most = time.perf_counter() - started
+    time.sleep(0.01)
+    *_, last = stream
+    assert 0 < last.completion.timings["first_token_s"] < last.completion.timings["total_s"] < most
 
 
 def test_several_prompts_are_decoded_together_and_returned_in_order(llm):

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -30,8 +29,8 @@ _STOP_NAMES = tuple(f.name for f in fields(StopParams))
 class Completion:
     """A finished answer. ``ids``, ``logprobs`` (if asked for) and ``origins`` have one entry per token.
 
-    ``origins`` tells who proposed a token: "target", "dflash" or "ngram". ``timings`` in seconds since submission;
-    ``speculation`` is the statistics object of case V2.
+    ``origins`` tells who proposed a token: "target", "dflash" or "ngram". ``timings`` in seconds from submission to
+    the step that committed the token, however late it is read; ``speculation`` is the statistics object of case V2.
     """
 
     text: str
@@ -75,7 +74,7 @@ class _Progress:
     first_token_at: float | None = None
 
     def chunk(self, delta: TokenDelta) -> Chunk:
-        request, now = self.request, time.perf_counter()
+        request, now = self.request, delta.committed_at
         if self.first_token_at is None:
             self.first_token_at = now
         self.texts.append(delta.text)

@@ -127,13 +127,14 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """What one step added to a request: token ids with their origins and log probabilities, text that may be shown."""
+    """What one step added to a request: token ids with their origins, text that may be shown, and when."""
 
     request: Request
     ids: list[int]
     origins: list[str]  # per id: "target" or the name of the drafter that proposed it
     text: str
     finish_reason: str | None
+    committed_at: float = field(default_factory=time.perf_counter)  # whenever somebody comes to read it
 
 
 def end_ids(request: Request, eos_ids: Sequence[int]) -> tuple[int, ...]:
