@@ -31,7 +31,7 @@ def test_the_answer_in_pieces_joins_to_the_answer_as_a_whole(llm):
         assert done.ids == [i for chunk in chunks for i in chunk.ids]
         assert done.origins == [o for chunk in chunks for o in chunk.origins]
         assert done.text == "".join(chunk.text for chunk in chunks) == llm.tokenizer.decode(done.ids)
-        assert done.logprobs == whole.logprobs
+        assert done.logprobs == whole.logprobs == [entry for chunk in chunks for entry in chunk.logprobs]
         assert (len(done.ids), done.finish_reason, chunks[-1].finish_reason) == (60, "length", "length")
         assert done.speculation == whole.speculation
         assert done.speculation["num_spec_steps"] > 0
@@ -50,6 +50,25 @@ def test_timings_count_from_submission_and_a_one_token_answer_has_no_rate(llm):
         assert 0 < done.timings["first_token_s"] <= done.timings["total_s"] < 60
     assert long.timings["tok_per_s"] > 0
     assert short.timings["tok_per_s"] == 0
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_every_piece_has_the_log_probabilities_of_its_tokens(llm, logprobs):
+    """Fault: a stream gave them only at its end. Asked for none, there are none."""
+    for chunk in llm.stream("a prompt", max_tokens=30, ignore_eos=True, logprobs=logprobs):
+        assert [entry.token_id for entry in chunk.logprobs] == ([] if logprobs is None else chunk.ids)
+        assert all(len(entry.top) == logprobs for entry in chunk.logprobs)
+
+
+def test_the_stop_string_that_ended_an_answer_is_told():
+    """Fault: it is not in the text, so that nobody could tell which of several it was, or whether it was EOS."""
+    answer = [*ids_of("some words to stop at"), EOS]
+    with scripted_llm(answering(2, answer), [knowing(answer)], width=4) as llm:
+        assert llm.generate("p:", stop=["never", "to", "at"]).stop_match == "to"
+        *_, last = llm.stream("p:", stop=["at", "s to"])
+        assert (last.completion.text, last.completion.stop_match) == ("some word", "s to")
+        for params in ({}, {"stop": "never"}, {"stop": "at", "max_tokens": 5}):
+            assert llm.generate("p:", **params).stop_match is None
 
 
 def test_answers_decoded_together_have_their_own_rates(llm, monkeypatch):

@@ -31,11 +31,13 @@ class Completion:
 
     ``origins`` tells who proposed a token: "target", "dflash" or "ngram". ``timings`` in seconds from submission to
     the step that committed the token, however late it is read; ``speculation`` is the statistics object of case V2.
+    ``stop_match`` is the stop string before which the text was cut, None if it was not.
     """
 
     text: str
     ids: list[int]
     finish_reason: str
+    stop_match: str | None
     num_prompt_tokens: int
     num_cached_tokens: int
     logprobs: list[TokenLogprobs]
@@ -56,11 +58,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to an answer. The last one has ``finish_reason`` and the whole ``completion``."""
+    """What one step added to an answer. The last one has ``finish_reason`` and the whole ``completion``.
+
+    ``ids``, ``origins`` and ``logprobs`` (if asked for, else empty) have one entry per token. ``text`` may lag behind
+    them: it is held back while it may still become a stop string, or while a character is incomplete.
+    """
 
     text: str
     ids: list[int]
     origins: list[str]
+    logprobs: list[TokenLogprobs]
     finish_reason: str | None = None
     completion: Completion | None = None
 
@@ -79,7 +86,7 @@ class _Progress:
             self.first_token_at = now
         self.texts.append(delta.text)
         if not delta.finish_reason:
-            return Chunk(delta.text, delta.ids, delta.origins)
+            return Chunk(delta.text, delta.ids, delta.origins, delta.logprobs)
         decode_s = now - self.first_token_at
         timings = {
             "first_token_s": self.first_token_at - request.submitted_at,
@@ -91,6 +98,7 @@ class _Progress:
             text="".join(self.texts),
             ids=request.output_ids,
             finish_reason=delta.finish_reason,
+            stop_match=request.text.stop_match if request.text else None,
             num_prompt_tokens=request.num_prompt,
             num_cached_tokens=request.num_cached or 0,
             logprobs=request.logprobs,
@@ -98,7 +106,7 @@ class _Progress:
             timings=timings,
             speculation=request.stats.as_dict(),
         )
-        return Chunk(delta.text, delta.ids, delta.origins, delta.finish_reason, completion)
+        return Chunk(delta.text, delta.ids, delta.origins, delta.logprobs, delta.finish_reason, completion)
 
 
 class LLM:

@@ -46,6 +46,8 @@ class StopParams:
 class TextSink(Protocol):
     """The incremental text of an answer (``text.TextStream``); it knows the stop strings, and from where they count."""
 
+    @property
+    def stop_match(self) -> str | None: ...  # the stop string that ended the text
     def push(self, token_id: int) -> bool: ...  # True when a stop string is completed
     def take(self) -> str: ...
     def finish(self) -> str: ...
@@ -127,14 +129,15 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """What one step added to a request: token ids with their origins, text that may be shown, and when."""
+    """What one step added to a request: token ids with their origins and log probabilities, text that may be shown."""
 
     request: Request
     ids: list[int]
     origins: list[str]  # per id: "target" or the name of the drafter that proposed it
+    logprobs: list[TokenLogprobs]  # one per id, or none if not asked for
     text: str
     finish_reason: str | None
-    committed_at: float = field(default_factory=time.perf_counter)  # whenever somebody comes to read it
+    committed_at: float = field(default_factory=time.perf_counter)  # however late it is read
 
 
 def end_ids(request: Request, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -184,5 +187,5 @@ def advance(
     text = ""
     if request.text is not None:
         text = request.text.take() + (request.text.finish() if request.finish_reason else "")
-    origins = request.origins[-len(committed) :]
-    return TokenDelta(request, committed, origins, text, request.finish_reason)
+    origins, logprobs = request.origins[-len(committed) :], request.logprobs[-len(committed) :]
+    return TokenDelta(request, committed, origins, logprobs, text, request.finish_reason)
