@@ -116,7 +116,46 @@ def test_messages_go_through_the_chat_template_and_text_does_not(llm):
         llm.generate(messages)
 
 
-NO_PROMPTS: list[Any] = [5, [1, 2], b"x", [[]], [{}], ["a", None], None, "", [], [""], {"role": "user"}, "\ud800",
+def test_a_prompt_may_be_token_ids(llm):
+    """Fault: what is measured or trained on ids (vLLM's TokensPrompt, lm-eval) had to go through text, and changed."""
+    expected = llm.generate(["a prompt", "another"], max_tokens=20)
+    ids = [ids_of("a prompt"), ids_of("another")]
+    assert llm.encode(ids[0]) == ids[0]
+    alone = llm.generate(ids[0], max_tokens=20)
+    assert (alone.ids, alone.text, alone.num_prompt_tokens) == (expected[0].ids, expected[0].text, 8)
+    assert [done.ids for done in llm.generate(ids, max_tokens=20)] == [done.ids for done in expected]
+    mixed = llm.generate([tuple(ids[0]), "another"], max_tokens=20)
+    assert [done.ids for done in mixed] == [done.ids for done in expected]
+    assert [i for chunk in llm.stream(ids[1], max_tokens=20) for i in chunk.ids] == expected[1].ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5, 97], "token id 97; this model has ids from 0 to 96"),
+        ([-1], "token id -1"),
+        ([5, "a"], "begins with token ids, but has 'a'"),
+        ([5, None], "has None"),
+        ([5, 1.0], "has 1.0"),
+        ([True], "has True"),
+        ([5] * 512, "512 tokens"),
+        (["a", 5], "cannot be int"),
+        ([5.0], "cannot be float"),
+        ([[5], []], "prompt is empty"),
+        ([], "There is no prompt"),
+        (b"bytes", "There is no prompt"),
+        ([b"bytes"], "cannot be bytes"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_token_ids_that_are_none_are_refused_in_so_many_words(llm, prompt, message):
+    """Fault: "messages[0] is not an object" for a list of numbers, or an index error deep in the model."""
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompt)
+    assert llm.engine.runner.num_steps == 0
+
+
+NO_PROMPTS: list[Any] = [5, [97], b"x", [[]], [{}], ["a", None], None, "", [], [""], {"role": "user"}, "\ud800",
                          [{"role": "user"}], [{"role": "user", "content": 5}]]  # fmt: skip
 
 

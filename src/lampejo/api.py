@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from lampejo.accept import TokenLogprobs
 from lampejo.chat import render_chat
@@ -19,8 +19,10 @@ from lampejo.sampling import SamplingParams
 from lampejo.text import TextStream
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages
+Prompt = str | Sequence[int] | Messages
 
+_BYTES = (bytes, bytearray, memoryview)
+_PROMPT_REMEDY = "Give text, a list of token ids, or a list of messages."
 _SAMPLING_NAMES = tuple(f.name for f in fields(SamplingParams))
 _STOP_NAMES = tuple(f.name for f in fields(StopParams))
 
@@ -112,8 +114,8 @@ class _Progress:
 class LLM:
     """A loaded model with its engine. A context manager; ``close`` ends its thread, and so does dropping the model.
 
-    A prompt is text, taken as it is, or a list of ``{"role", "content"}`` messages, which goes through the model's chat
-    template. Keyword arguments are the fields of ``SamplingParams`` and ``StopParams``, and
+    A prompt is text or a list of token ids, taken as it is, or a list of ``{"role", "content"}`` messages, which goes
+    through the model's chat template. Keyword arguments are the fields of ``SamplingParams`` and ``StopParams``, and
     ``chat_template_kwargs``; what is not given comes from the model's ``generation_config.json``.
     """
 
@@ -203,16 +205,33 @@ class LLM:
                 f"The prompt has {len(prompt_ids)} tokens, which leaves no room in the context of {self.max_context}.",
                 "Shorten the prompt, or load the model with a larger context.",
             )
-        continued = prompt_ids if isinstance(prompt, str) else ()
+        continued = prompt_ids if isinstance(prompt, str) or _is_ids(prompt) else ()
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
         return Request(next(self._ids), prompt_ids, sampling, stops, text)
 
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
-        """Prompt ids of text (as it is) or messages (through the chat template)."""
+        """Prompt ids of text or token ids (as they are) or messages (through the chat template)."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if prompt else []
-        text = render_chat(self.chat_template, prompt, self.tokenizer, **template_kwargs)
+        if _is_ids(prompt):
+            return self._checked(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
+            raise UserError(f"A prompt cannot be {type(prompt).__name__}.", _PROMPT_REMEDY)
+        if not prompt:
+            return []
+        messages = cast(Messages, prompt)  # or what render_chat refuses
+        text = render_chat(self.chat_template, messages, self.tokenizer, **template_kwargs)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise UserError(f"The prompt begins with token ids, but has {token_id!r} among them.", _PROMPT_REMEDY)
+            if not 0 <= token_id < self._vocab_size:
+                raise UserError(
+                    f"The prompt has token id {token_id}; this model has ids from 0 to {self._vocab_size - 1}."
+                )
+        return list(ids)
 
     def _stream(self, request: Request) -> Generator[Chunk, None, None]:
         outbox = SyncOutbox()
@@ -266,13 +285,20 @@ def load(
     return LLM(loaded, config)
 
 
+def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
+    """Whether it is meant as token ids. Bytes look like them, and are more likely text that was not decoded."""
+    return (
+        isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES) and bool(prompt) and isinstance(prompt[0], int)
+    )
+
+
 def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """A list of prompts, and whether one alone was given. Messages are a list of mappings, prompts a list of others."""
+    """A list of prompts, and whether one alone was given: text, or a list of token ids or of mappings."""
     if isinstance(prompt, str):
         return [prompt], True
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise UserError("There is no prompt.", "Give text, a list of messages, or a list of such prompts.")
-    if isinstance(prompt[0], Mapping):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES) or not prompt:
+        raise UserError("There is no prompt.", f"{_PROMPT_REMEDY} Or give a list of such prompts.")
+    if _is_ids(prompt) or isinstance(prompt[0], Mapping):
         return [prompt], True  # type: ignore[list-item]
     return list(prompt), False  # type: ignore[arg-type]
 
