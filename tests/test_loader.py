@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu.library import Q8
 from lampejo.ops.reference import KEY_CHUNK
 from lampejo.packing import pack_drafter
+from lampejo.weights.checkpoint import Checkpoint
 from tiny import TINY_DRAFTER, make_drafter
 
 SIZES = {"vocab_size": 260, "hidden_size": 32}
@@ -273,3 +275,27 @@ def test_packing_that_cannot_happen_is_refused(target: Path, monkeypatch: pytest
     monkeypatch.setattr("lampejo.loader.LIBRARY", None)
     with pytest.raises(UserError, match=r"--quantize q8 is for the CPU kernels.*not built"):
         load(target, "none", quantize="q8")
+
+
+def test_keys_and_values_that_memory_cannot_hold_are_refused_with_a_context_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Fault: a traceback from the allocator, after all weights were read, for a model with a long context."""
+    sizes = {**SIZES, "eos_token_id": 256, "max_position_embeddings": 2**30}
+    target = add_tokenizer(write_target(tmp_path / "Tiny-Long", **sizes))
+    monkeypatch.setattr("lampejo.loader._total_memory", lambda: 2**26)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read before the refusal"))
+    with pytest.raises(UserError, match=r"this machine has 0\.1 GB") as caught:
+        load(target, "none")
+    monkeypatch.undo()
+    context = int(re.findall(r"--context (\d+)", caught.value.remedy)[0])
+    monkeypatch.setattr("lampejo.loader._total_memory", lambda: 2**26)
+    loaded, config = load(target, "none", max_context=context)
+    assert context > 1000 and loaded.info["max_context"] == context
+    assert 2**23 < config.num_pages * config.page_size * loaded.info["kv_bytes_per_token"] <= 2**25
+
+
+def test_the_default_pool_of_a_long_context_does_not_ask_for_it_twice():
+    """Fault: memory for two requests of 131,072 tokens where one was asked for."""
+    assert EngineConfig().resolve(131_072).num_pages == (131_072 + 8192) // 32
+    assert EngineConfig().resolve(2048).num_pages == 2 * 2048 // 32

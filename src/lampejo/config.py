@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from lampejo.errors import UserError
 
 LARGEST_PAGE = 128  # attention walks the keys in chunks of this many, which pages must fill
+SPARE_TOKENS = 8192  # most that the default pool holds beside one request of full length
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,10 @@ class EngineConfig:
         if self.max_rows < 1 or self.token_budget < self.max_rows:
             raise UserError("max_rows must be at least 1, and token_budget at least max_rows.")
         full_request = -(-max_context // self.page_size)
-        # One request of full length always fits, and beside it as much again for others and for cached prefixes.
-        num_pages = self.num_pages if self.num_pages is not None else 2 * full_request
+        # One request of full length always fits, and beside it as much again, within reason, for others and for cached
+        # prefixes.
+        spare = min(full_request, SPARE_TOKENS // self.page_size)
+        num_pages = self.num_pages if self.num_pages is not None else full_request + spare
         if num_pages < full_request:
             raise UserError(
                 f"{num_pages} pages of {self.page_size} tokens hold less than one request of {max_context} tokens.",

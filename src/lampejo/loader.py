@@ -1,5 +1,6 @@
 """From names to a ready runner: checkpoint, weights, tokenizer, drafter."""
 
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lampejo.config import EngineConfig
+from lampejo.config import SPARE_TOKENS, EngineConfig
 from lampejo.errors import UserError
-from lampejo.models.config import DrafterConfig
+from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.ops.cpu import instruction_set
@@ -24,6 +25,7 @@ from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
 from lampejo.tokenizer import Tokenizer, load_tokenizer
 from lampejo.weights.checkpoint import Checkpoint, check_tensors, open_checkpoint
+from lampejo.weights.describe import kv_bytes_per_token
 from lampejo.weights.drafters import find_drafter, open_drafter
 from lampejo.width import WidthController
 
@@ -65,9 +67,11 @@ def load_model(
         packed_pages = None if packed_kind is None else config.page_size
         drafter_name, opened = _open_drafter(drafter, checkpoint, target_layer_ids)
         _check_width(config.width, drafter, opened[0] if opened else None)
+        kv_dtype = torch.float32 if packed_kind is None else torch.float16
+        cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([opened[0]] if opened else [])]
+        _check_memory(config, sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached))
         dflash = build_drafter(*opened, packed_pages) if opened else None
         target = load_target(checkpoint, packed_kind)
-        kv_dtype = None if packed_kind is None else torch.float16
         runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype)
         speculator = _speculator(drafter, runner, config)
         info = {
@@ -140,6 +144,29 @@ def _packed_weights(target: Llama) -> str:
     kinds = {id(m.matrix): m.matrix.c.kind for m in modules}  # a tied head is one matrix
     counts = Counter({Q4: "q4", Q4K: "q4k", Q8: "q8"}[kind] for kind in kinds.values())
     return ", ".join(f"{kind}: {counts[kind]}" for kind in sorted(counts))
+
+
+def _check_memory(config: EngineConfig, bytes_per_token: int) -> None:
+    """Refuses a pool that surely cannot be held. Its pages are touched as needed: less may do or may not."""
+    assert config.num_pages is not None
+    needed, memory = config.num_pages * config.page_size * bytes_per_token, _total_memory()
+    if memory is None or needed <= memory:
+        return
+    room = memory // 2 // bytes_per_token  # half of the memory, beside weights and others
+    context = max(room // 2, room - SPARE_TOKENS, 2)
+    raise UserError(
+        f"Keys and values of {config.max_context} tokens of context, with room for cached prefixes, would take "
+        f"{needed / 1e9:,.1f} GB; this machine has {memory / 1e9:,.1f} GB.",
+        f"Choose --context {1 << (context.bit_length() - 1)} or another size that fits.",
+    )
+
+
+def _total_memory() -> int | None:
+    """Bytes of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):
+        return None
 
 
 def without_drafts(loaded: Loaded) -> Loaded:

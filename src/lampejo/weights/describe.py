@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from lampejo.models.config import ModelConfig
+from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.weights.checkpoint import Checkpoint
 from lampejo.weights.drafters import find_drafter
 
@@ -22,7 +22,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "num_parameters": sum(math.prod(checkpoint.info(name)[0]) for name in names),
         "quantization": checkpoint.quantization,
         "config": asdict(checkpoint.config),
-        "kv_bytes_per_token": kv_bytes_per_token(checkpoint.config),
+        "kv_bytes_per_token": kv_bytes_per_token(checkpoint.config, 4),
         "eos_ids": list(checkpoint.eos_ids),
         "generation_defaults": checkpoint.generation_defaults,
         "chat_template": checkpoint.chat_template,
@@ -30,9 +30,9 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Keys and values of all layers for one token, in fp32 as the reference operations keep them."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+def kv_bytes_per_token(config: ModelConfig | DrafterConfig, element_bytes: int) -> int:
+    """Keys and values of all layers for one token."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes
 
 
 def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
