@@ -145,6 +145,7 @@ def headline(found: Mapping[str, Any]) -> str:
     lines = [
         f"{model['model']}, {model['quantization']}",
         f"{model['device']} {model['dtype']}, ops {model['ops']}, {machine['threads']} threads, {machine['cpu']}",
+        f"weights: {model.get('weights', 'as stored')}; keys and values: {model.get('kv_dtype', model['dtype'])}",
         f"chat template: {model['chat_template']}; thinking: {model['thinking']}; drafter: {model['drafter']}",
         f"{model['answers']}",
     ]
