@@ -324,11 +324,14 @@ def test_pull_prints_where_the_model_lies(run):
 
 
 def test_inspect_tells_what_a_model_is(run):
-    """Fault: sizes, template or drafters missing from the description."""
+    """Fault: sizes, template or drafters missing from the description; another size of the cache than a run has."""
     code, table, _ = run("inspect", "smollm2")
     known = json.loads(run("inspect", "--json", "smollm2")[1])
-    assert code == 0 and "134,515,008" in table and "46,080 bytes per token" in table
-    assert known["num_parameters"] == 134_515_008 and known["kv_bytes_per_token"] == 46_080
+    assert code == 0 and "134,515,008" in table and "the drafter's context included" in table
+    mode = json.loads(run("generate", "--json", "--max-tokens", "1", "x")[1])["mode"]
+    assert f"{mode['kv_bytes_per_token']:,} bytes per token in {mode['kv_dtype']}" in table
+    assert [known[key] for key in ("kv_bytes_per_token", "kv_dtype")] == [mode["kv_bytes_per_token"], mode["kv_dtype"]]
+    assert known["num_parameters"] == 134_515_008
     assert known["config"]["num_layers"] == 30 and known["eos_ids"] == [2] and known["num_bytes"] == 98_362_432
     assert known["matching_drafters"] == ["smollm2-135m-dflash-proto"] and "im_start" in known["chat_template"]
 

@@ -2,6 +2,8 @@
 
 import json
 
+from lampejo.config import EngineConfig
+from lampejo.loader import choose_ops, kv_dtype_of
 from lampejo.terminal import table
 from lampejo.weights.checkpoint import open_checkpoint
 from lampejo.weights.describe import describe, facts
@@ -10,5 +12,9 @@ from lampejo.weights.describe import describe, facts
 def inspect(model: str, as_json: bool) -> int:
     """Prints a table, or one JSON object. Returns the exit code."""
     with open_checkpoint(model) as checkpoint:
-        print(json.dumps(facts(checkpoint), ensure_ascii=False) if as_json else table(describe(checkpoint)))
+        kv_dtype = kv_dtype_of(choose_ops(EngineConfig(), checkpoint.config.head_dim)[0])
+        if as_json:
+            print(json.dumps(facts(checkpoint, kv_dtype), ensure_ascii=False))
+        else:
+            print(table(describe(checkpoint, kv_dtype)))
     return 0

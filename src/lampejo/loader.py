@@ -67,7 +67,7 @@ def load_model(
         packed_pages = None if packed_kind is None else config.page_size
         drafter_name, opened = _open_drafter(drafter, checkpoint, target_layer_ids)
         _check_width(config.width, drafter, opened[0] if opened else None)
-        kv_dtype = torch.float32 if packed_kind is None else torch.float16
+        kv_dtype = kv_dtype_of(packed_kind)
         cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([opened[0]] if opened else [])]
         _check_memory(config, sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached))
         dflash = build_drafter(*opened, packed_pages) if opened else None
@@ -123,6 +123,11 @@ def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | N
             "Install lampejo where a C++ compiler is at hand, or use the reference operations.",
         )
     return (None, lacking) if lacking else ({"q4": Q4, "q8": Q8}[config.quantize or "q8"], None)
+
+
+def kv_dtype_of(packed_kind: int | None) -> torch.dtype:
+    """What keys and values are kept in, by what ``choose_ops`` chose."""
+    return torch.float32 if packed_kind is None else torch.float16
 
 
 def _lacking(head_dim: int, page_size: int) -> str | None:

@@ -40,7 +40,7 @@ def test_smollm2_equals_what_transformers_loads_from_the_same_file(smollm2):
 def test_smollm2_is_described_for_people(smollm2):
     """Fault: inspect hides what one needs to know."""
     with open_checkpoint("smollm2") as checkpoint:
-        lines = dict(describe(checkpoint))
+        lines = dict(describe(checkpoint, torch.float16))
     assert lines["name"] == "SmolLM2-135M-Instruct"
     assert lines["parameters"] == "134,515,008"
     assert lines["quantization"] == "Q4_1 (210 tensors), F32 (61), Q8_0 (1)"
@@ -66,7 +66,7 @@ def test_a_folder_gives_its_tensors_configuration_and_defaults(tmp_path, shards)
         for name, tensor in tensors.items():
             assert torch.equal(checkpoint.read(name), tensor.float())
             assert torch.equal(checkpoint.read(name, torch.bfloat16), tensor)
-        assert dict(describe(checkpoint))["chat template"] == "no"
+        assert dict(describe(checkpoint, torch.float16))["chat template"] == "no"
 
 
 def test_a_model_that_is_not_meant_to_be_sampled_has_no_sampling_defaults(tmp_path):

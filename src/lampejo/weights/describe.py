@@ -4,16 +4,24 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from lampejo.models.config import DrafterConfig, ModelConfig
+from lampejo.models.drafter_config import drafter_config_from_hf
 from lampejo.weights.checkpoint import Checkpoint
 from lampejo.weights.drafters import find_drafter
+from lampejo.weights.files import read_json
 
 
-def facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything as JSON can hold it; nothing is dequantised for it."""
+def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
+    """Everything as JSON can hold it; nothing is dequantised for it. ``kv_dtype``: of keys and values in a default run,
+    which holds the context of a matching drafter too."""
     files = [checkpoint.path] if checkpoint.path.is_file() else sorted(checkpoint.path.glob("*.safetensors"))
     names = [name for name in checkpoint.tensor_names() if name != "rope_freqs.weight"]
     drafter = find_drafter(checkpoint)
+    cached: list[ModelConfig | DrafterConfig] = [checkpoint.config]
+    if drafter:
+        cached.append(drafter_config_from_hf(read_json(drafter / "config.json")))
     return {
         "name": checkpoint.name,
         "path": str(checkpoint.path),
@@ -22,7 +30,8 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "num_parameters": sum(math.prod(checkpoint.info(name)[0]) for name in names),
         "quantization": checkpoint.quantization,
         "config": asdict(checkpoint.config),
-        "kv_bytes_per_token": kv_bytes_per_token(checkpoint.config, 4),
+        "kv_bytes_per_token": sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached),
+        "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "eos_ids": list(checkpoint.eos_ids),
         "generation_defaults": checkpoint.generation_defaults,
         "chat_template": checkpoint.chat_template,
@@ -35,15 +44,17 @@ def kv_bytes_per_token(config: ModelConfig | DrafterConfig, element_bytes: int) 
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes
 
 
-def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, str]]:
     """Label and value for people, in the order of reading."""
-    known, config = facts(checkpoint), checkpoint.config
+    known, config = facts(checkpoint, kv_dtype), checkpoint.config
     rope = f"theta {config.rope.theta:g}"
     if config.rope.kind != "default":
         rope += f", {config.rope.kind} x{config.rope.factor:g}"
     template = checkpoint.chat_template
     first_line = next((line.strip() for line in (template or "").splitlines() if line.strip()), "")
     kv_bytes = known["kv_bytes_per_token"]
+    kv_size = f"{kv_bytes:,} bytes per token in {known['kv_dtype']}"
+    kv_size += ", the drafter's context included" if known["matching_drafters"] else ""
     return [
         ("name", checkpoint.name),
         ("path", str(checkpoint.path)),
@@ -58,7 +69,7 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("heads", f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} key/value"),
         ("vocabulary", f"{config.vocab_size} ({'tied' if config.tie_word_embeddings else 'untied'} head)"),
         ("context", str(config.max_context)),
-        ("keys and values", f"{kv_bytes:,} bytes per token, {kv_bytes * config.max_context / 1e6:,.0f} MB for it all"),
+        ("keys and values", f"{kv_size}; {kv_bytes * config.max_context / 1e6:,.0f} MB for all of it"),
         ("RoPE", rope),
         ("end tokens", ", ".join(map(str, checkpoint.eos_ids)) or "none"),
         ("sampling defaults", ", ".join(f"{k} {v}" for k, v in checkpoint.generation_defaults.items()) or "none"),
