@@ -1,7 +1,6 @@
 """Drafters are read strictly, and only for the target that they were made for."""
 
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from makefiles import DRAFTER_CONFIG, write_drafter, write_folder, write_gguf, write_target
 from safetensors.torch import load_file
 
+import lampejo
 from lampejo.errors import UserError
 from lampejo.models.config import ModelConfig, RopeConfig
 from lampejo.weights.checkpoint import open_checkpoint
@@ -16,7 +16,7 @@ from lampejo.weights.drafters import find_drafter, open_drafter, same_model
 
 TARGET = ModelConfig("llama", 64, 32, 64, 2, 4, 2, 8, 1e-5, RopeConfig(1e4), 128, True)
 SMOLLM2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e5), 8192, True)
-PACKAGED = Path(str(files("lampejo"))) / "data" / "smollm2-135m-dflash-proto"
+PACKAGED = Path(lampejo.__file__).parent / "data" / "smollm2-135m-dflash-proto"
 EXTENDED = {**DRAFTER_CONFIG["dflash_config"], "draft_vocab_size": 16, "markov_rank": 3}
 
 
