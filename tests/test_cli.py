@@ -122,7 +122,7 @@ LATE = {
     "unknown model": (["generate", "--model", "nonesuch", "x"], ["'nonesuch'", "smollm2", "org/name", ".gguf"]),
     "unknown model to pull": (["pull", "nonesuch"], ["'nonesuch'", "smollm2"]),
     "missing file to inspect": (["inspect", "./nonesuch.gguf"], ["nonesuch.gguf", "does not exist"]),
-    "unknown drafter": (["generate", "--drafter", "nonesuch", "x"], ["nonesuch"]),
+    "unknown drafter": (["generate", "--drafter", "nonesuch", "x"], ["drafter 'nonesuch'", "ngram", "org/name"]),
     "context larger than the model's": (["generate", "--context", "9000", "x"], ["9000", "8192"]),
     "more drafts than anybody offers": (["generate", "--width", "100", "x"], ["width is 100", "15 drafts"]),
     "prompt over the context": (["generate", "--context", "40", "word " * 50], ["context of 40"]),

@@ -12,7 +12,7 @@ from lampejo.models.drafter_config import drafter_config_from_hf, refuse_other_d
 from lampejo.weights.checkpoint import Checkpoint, compare_tensors
 from lampejo.weights.files import read_json
 from lampejo.weights.safetensors import SafetensorsFolder
-from lampejo.weights.store import locate
+from lampejo.weights.store import UnknownModel, locate
 
 # target's name -> folder in the package data, and the sizes (hidden, layers, vocabulary) that the target must have
 _EMBEDDED = {"SmolLM2-135M-Instruct": ("smollm2-135m-dflash-proto", (576, 30, 49152))}
@@ -61,7 +61,13 @@ def open_drafter(
     target's ``eos_ids`` against its mask token.
     ``UserError`` for every other family, for tensors too many, too few or misshapen, and for another target's drafter.
     """
-    folder = locate(spec)
+    try:
+        folder = locate(spec)
+    except UnknownModel:
+        raise UserError(
+            f"Unknown drafter {str(spec)!r}.",
+            "Give auto, ngram, dflash or none, the folder of a DFlash drafter, or its repository (org/name of Hugging Face).",
+        ) from None
     if not folder.is_dir():
         raise UserError(f"{folder} is not a drafter's folder.", _REMEDY)
     raw = read_json(folder / "config.json")

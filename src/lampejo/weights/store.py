@@ -67,9 +67,13 @@ def pull(spec: str | Path, progress: bool = True) -> Path:
     return hub.fetch(match["repo"], match["revision"], match["file"], progress)
 
 
-def unknown_model(spec: str | Path) -> UserError:
+class UnknownModel(UserError):
+    """A name that is nothing we know."""
+
+
+def unknown_model(spec: str | Path) -> UnknownModel:
     """The error for a name that is nothing we know, with everything that would be."""
-    return UserError(
+    return UnknownModel(
         f"Unknown model {str(spec)!r}.",
         f"Give an alias ({', '.join(ALIASES)}), a Hugging Face repository (org/name, org/name@revision or "
         "org/name:file.gguf), a model folder, or a .gguf file.",
