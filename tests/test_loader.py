@@ -251,7 +251,8 @@ def test_pages_that_the_kernels_do_not_know_are_the_reason_for_the_reference(tar
 
 def test_info_tells_the_precision_of_weights_and_keys(target: Path):
     """Fault: whether a quantised answer was computed in its own codes, 8 bits or fp32 is nowhere to be read."""
-    exact, _ = load(target, "none", ops="reference")
+    exact, config = load(target, "none", ops="reference")
+    assert exact.info["page_size"] == config.page_size  # on the kernels it takes part in rounding
     assert (exact.info["weights"], exact.info["kv_dtype"], exact.info["dtype"]) == ("fp32", "float32", "float32")
     if instruction_set() is not None:
         packed, _ = load(target, "none", quantize="q4")

@@ -18,6 +18,9 @@ class EngineConfig:
     "auto"; quantize: how the CPU kernels hold weights that the checkpoint stores as floats, "q8" (the choice of None),
     "q4", or "none" (fp32 on the reference operations). Weights that are quantised already keep their codes, or go to 8
     bits.
+
+    What defines an answer beside the request: ops, quantize and page_size. The kernels round attention page by page, so
+    another page size may choose another token at a near-tie. None of the others ever changes it.
     """
 
     max_context: int | None = None

@@ -87,6 +87,7 @@ def load_model(
             "drafter": drafter_name,
             "drafters": [d.name for d in speculator.drafters],
             "width": "auto" if config.width is None else config.width,
+            "page_size": config.page_size,
             "max_context": config.max_context,
             "kv_bytes_per_token": runner.bytes_per_token,
         }
