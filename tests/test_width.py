@@ -245,15 +245,15 @@ def test_the_chosen_widths_are_the_best_of_all(
     costs = CostModel()
     for num_tokens, value in enumerate(seconds, 1):
         costs.observe(num_tokens, value)
-    costs.observe_draft("ngram", ngram_seconds)
-    costs.observe_draft("dflash", dflash_seconds)
+    costs.observe_draft("ngram", 1, ngram_seconds)
+    costs.observe_draft("dflash", 1, dflash_seconds)
     curves = [[product_of(rates[: slot + 1]) for slot in range(len(rates))] for _, rates in rows]
     kinds: list[Kind | None] = [kind for kind, _ in rows]
 
     def rate(widths: tuple[int, ...]) -> float:
         expected = len(rows) + sum(sum(curve[:width]) for curve, width in zip(curves, widths, strict=True))
         used = dict.fromkeys(kind for kind, width in zip(kinds, widths, strict=True) if kind and width)
-        return expected / (costs.seconds(len(rows) + sum(widths)) + sum(costs.draft_seconds(kind) for kind in used))
+        return expected / (costs.seconds(len(rows) + sum(widths)) + sum(costs.draft_seconds(kind, 1) for kind in used))
 
     everything = [widths for widths in product(*(range(len(curve) + 1) for curve in curves)) if any(widths)]
     chosen, gain = best_widths(curves, kinds, costs)
@@ -337,3 +337,24 @@ def test_costs_follow_a_context_that_grows() -> None:
         costs.observe(1, 4.0)
     assert costs.seconds(1) == pytest.approx(4, rel=0.01)
     assert costs.seconds(16) > 3.9
+
+
+@pytest.mark.parametrize("num_rows", [4, 8, 16])
+def test_short_requests_in_a_batch_do_not_pay_for_probes_again_and_again(num_rows):
+    """V1: fault: every new request, and every row of a batch, tries out what has just failed for the others."""
+    engine = Engine(lambda n: 1 + 0.12 * n, lambda row, step: 0.2, num_rows)
+    engine.draft_seconds = 0.5
+    requests = iter(range(10**6))
+    for _ in range(60):  # answers of 32 tokens, all rows at once, one after another
+        names = [next(requests) for _ in range(num_rows)]
+        for _ in range(32):
+            widths = engine.controller.widths([RowOffer(name, "dflash", 5) for name in names])
+            results = [RowResult(n, "dflash", w, engine.accept(0, w)) for n, w in zip(names, widths, strict=True)]
+            num_tokens, drafting = num_rows + sum(widths), engine.draft_seconds if any(widths) else 0.0
+            seconds = engine.seconds(num_tokens)
+            engine.controller.observe_step(num_tokens, seconds, {"dflash": drafting} if drafting else {}, results)
+            engine.num_committed += sum(result.num_accepted + 1 for result in results)
+            engine.total_seconds += seconds + drafting
+        for name in names:
+            engine.controller.forget(name)
+    assert engine.speed_up() > 0.97

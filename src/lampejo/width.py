@@ -6,6 +6,7 @@ use past steps only and nothing random, and they never change the output, only t
 
 import operator
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, combinations
@@ -82,7 +83,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self._verify: dict[int, Timing] = {}
-        self._draft: dict[Kind, Timing] = {}
+        self._draft: dict[Kind, dict[int, Timing]] = {}  # by the power of two that the number of rows lies below
         self._counts: list[int] = []  # keys of _verify in order
         self._curve: list[float] = []  # their seconds, made to rise; empty when out of date
 
@@ -96,8 +97,8 @@ class CostModel:
                 timing.seconds *= (1 + factor) / 2
         self._curve = []
 
-    def observe_draft(self, kind: Kind, seconds: float) -> None:
-        self._draft.setdefault(kind, Timing()).observe(seconds)
+    def observe_draft(self, kind: Kind, num_rows: int, seconds: float) -> None:
+        self._draft.setdefault(kind, {}).setdefault(num_rows.bit_length(), Timing()).observe(seconds)
 
     def is_measured(self, above: int, up_to: int) -> bool:
         """Was a step of more than ``above`` and at most ``up_to`` tokens measured?"""
@@ -117,8 +118,11 @@ class CostModel:
         share = (num_tokens - counts[i - 1]) / (counts[i] - counts[i - 1])
         return curve[i - 1] + share * (curve[i] - curve[i - 1])
 
-    def draft_seconds(self, kind: Kind) -> float:
-        return self._draft[kind].seconds if kind in self._draft else 0.0
+    def draft_seconds(self, kind: Kind, num_rows: int) -> float:
+        """Of a pass for so many rows; if that was never measured, as for the next fewer, and 0 when nothing is known."""
+        measured = self._draft.get(kind, {})
+        fitting = [size for size in measured if size <= num_rows.bit_length()]
+        return measured[max(fitting)].seconds if fitting else 0.0
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,8 @@ class _Track:
     """What is known of one request and drafter kind."""
 
     survival: Survival
+    next_pause: int  # steps
     parked_until: int = 0  # step number
-    next_pause: int = FIRST_PAUSE
     num_probes: int = 0  # to be made after the pause
 
 
@@ -157,7 +161,8 @@ class WidthController:
         self.max_width = max_width
         self.fixed = fixed
         self.costs = CostModel()
-        self._shared: dict[Kind, Survival] = {}  # over all requests: what a new request starts from
+        self._shared: dict[Kind, Survival] = {}  # over all requests: what a new request starts from,
+        self._pauses: dict[Kind, int] = {}  # and how long it pauses first if that does not pay
         self._tracks: dict[Hashable, dict[Kind, _Track]] = {}
         self._step = 0
         self._num_drafting = 0  # steps with drafts since the last plain one
@@ -178,7 +183,7 @@ class WidthController:
         """Learn from a finished step without prompt tokens: what it cost and what became of each row's draft."""
         self.costs.observe(num_tokens, verify_seconds)
         for kind, seconds in draft_seconds.items():
-            self.costs.observe_draft(kind, seconds)
+            self.costs.observe_draft(kind, sum(r.kind == kind and r.num_drafted > 0 for r in results), seconds)
         for result in results:
             if result.kind and result.num_drafted:
                 self._prior(result.kind).observe(result.num_drafted, result.num_accepted)
@@ -192,6 +197,7 @@ class WidthController:
     def _choose(self, rows: Sequence[RowOffer]) -> list[int]:
         num_rows = len(rows)
         curves = [self._curve(row) for row in rows]
+        self._probe_one_at_a_time(rows, curves)
         num_slots = sum(map(len, curves))
         if not num_slots or not self.costs.is_measured(num_rows // 2, num_rows):
             return [0] * num_rows
@@ -213,6 +219,18 @@ class WidthController:
         if self._step < track.parked_until:
             return []
         return track.survival.curve(min(self.max_width, row.available))
+
+    def _probe_one_at_a_time(self, rows: Sequence[RowOffer], curves: list[list[float]]) -> None:
+        """Where a kind has not paid of late, only the first row on probation is offered: a batch of them would pay the
+        price of a probe many times for the same answer."""
+        probing: list[Kind] = []
+        for i, row in enumerate(rows):
+            if not curves[i] or row.kind is None or self._pauses.get(row.kind, FIRST_PAUSE) == FIRST_PAUSE:
+                continue
+            if self._track(row.request_id, row.kind).num_probes:
+                if row.kind in probing:
+                    curves[i] = []
+                probing.append(row.kind)
 
     def _unexplored(self, num_rows: int, num_slots: int) -> int:
         """Drafts that make the smallest doubling of the batch that was never measured, if its cost could pay at all.
@@ -236,10 +254,11 @@ class WidthController:
             track.num_probes -= 1
             return max(1, width)
         if width and is_worth_it:
-            track.next_pause = FIRST_PAUSE
+            track.next_pause = self._pauses[row.kind] = FIRST_PAUSE
             return width
         track.parked_until = self._step + 1 + track.next_pause
         track.next_pause = min(2 * track.next_pause, LAST_PAUSE)
+        self._pauses[row.kind] = max(self._pauses.get(row.kind, FIRST_PAUSE), track.next_pause)
         track.num_probes = NUM_PROBES
         track.survival.age()
         return 0
@@ -247,7 +266,7 @@ class WidthController:
     def _track(self, request_id: Hashable, kind: Kind) -> _Track:
         tracks = self._tracks.setdefault(request_id, {})
         if kind not in tracks:
-            tracks[kind] = _Track(Survival(self._prior(kind)))
+            tracks[kind] = _Track(Survival(self._prior(kind)), self._pauses.get(kind, FIRST_PAUSE))
         return tracks[kind]
 
     def _prior(self, kind: Kind) -> Survival:
@@ -278,10 +297,11 @@ def best_widths(
     seconds = [costs.seconds(num_rows + n) for n in range(sum(map(len, curves)) + 1)]
     best: list[tuple[float, int, int]] = []
     best_rate = 0.0
-    present = list(dict.fromkeys(kind for kind, curve in zip(kinds, curves, strict=True) if kind and curve))
+    offered = Counter(kind for kind, curve in zip(kinds, curves, strict=True) if kind and curve)
+    present = list(offered)
     for chosen in chain.from_iterable(combinations(present, n) for n in range(1, len(present) + 1)):
         slots = ranked([curve if kind in chosen else [] for kind, curve in zip(kinds, curves, strict=True)])
-        draft_seconds = sum(costs.draft_seconds(kind) for kind in chosen)
+        draft_seconds = sum(costs.draft_seconds(kind, offered[kind]) for kind in chosen)
         num_expected = float(num_rows)
         for n, (minus_survival, _, _) in enumerate(slots, 1):
             num_expected -= minus_survival
