@@ -119,7 +119,7 @@ class CostModel:
         return curve[i - 1] + share * (curve[i] - curve[i - 1])
 
     def draft_seconds(self, kind: Kind, num_rows: int) -> float:
-        """Of a pass for so many rows; if that was never measured, as for the next fewer, and 0 when nothing is known."""
+        """Of a pass for so many rows; if never measured, as for the next fewer, and 0 when nothing is known."""
         measured = self._draft.get(kind, {})
         fitting = [size for size in measured if size <= num_rows.bit_length()]
         return measured[max(fitting)].seconds if fitting else 0.0
