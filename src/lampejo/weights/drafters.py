@@ -66,7 +66,7 @@ def open_drafter(
     except UnknownModel:
         raise UserError(
             f"Unknown drafter {str(spec)!r}.",
-            "Give auto, ngram, dflash or none, the folder of a DFlash drafter, or its repository (org/name of Hugging Face).",
+            "Give auto, ngram, dflash or none, the folder of a DFlash drafter, or its repository (org/name).",
         ) from None
     if not folder.is_dir():
         raise UserError(f"{folder} is not a drafter's folder.", _REMEDY)
