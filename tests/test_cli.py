@@ -49,7 +49,8 @@ def run(parts, monkeypatch, capsys) -> Run:
     def run_main(*argv: str) -> tuple[int, str, str]:
         code = main(argv)
         out, err = capsys.readouterr()
-        return code, out, err
+        # Where the kernels were not built, every load says so; that line has a test of its own.
+        return code, out, "".join(line for line in err.splitlines(True) if "several times slower" not in line)
 
     return run_main
 
@@ -164,7 +165,7 @@ def test_json_with_drafts_equals_json_without(run):
     """Issue "Done when": equal ids with the real model, and drafts were verified (V2). Loads twice, as users do."""
     code, out, err = run("generate", HAIKU, "--json", "--max-tokens", "48")
     drafted = json.loads(out)
-    assert code == 0 and err.count("\n") == (instruction_set() is None)  # what the reference operations say once
+    assert (code, err) == (0, "")
     plain = json.loads(run("generate", HAIKU, "--json", "--max-tokens", "48", "--drafter", "none")[1])
     for key in ("ids", "text", "finish_reason"):
         assert drafted[key] == plain[key]
@@ -226,10 +227,11 @@ def test_sampling_flags_reach_the_engine(run):
     assert answer("--stop", first)["text"].strip() == "" and answer("--stop", first)["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize(("name", "reason"), [("LIBRARY", "not built; reinstall"), ("instruction_set", "processor")])
-def test_falling_back_to_the_reference_operations_is_said(name, reason, monkeypatch, capsys):
+@pytest.mark.parametrize(("built", "reason"), [(False, "not built; reinstall"), (True, "processor")])
+def test_falling_back_to_the_reference_operations_is_said(built, reason, monkeypatch, capsys):
     """Fault: without the kernels everything is several times slower and nobody is told why."""
-    monkeypatch.setattr(f"lampejo.loader.{name}", None if name == "LIBRARY" else lambda: None)
+    monkeypatch.setattr("lampejo.loader.LIBRARY", object() if built else None)
+    monkeypatch.setattr("lampejo.loader.instruction_set", lambda: None)
     assert main(["generate", "--raw", "--max-tokens", "2", "--drafter", "none", "--context", "64", "one two"]) == 0
     said, statistics = capsys.readouterr().err.splitlines()
     assert said.startswith("lampejo: the CPU kernels") and "several times slower" in said
