@@ -211,8 +211,9 @@ static void matmul(Team& team, const Matrix (&matrices)[COUNT], const Activation
                    size_t stride, bool add) {
     int total_rows = 0;
     for (const Matrix& m : matrices) total_rows += m.num_out;
-    // Pieces of some 10 us: small enough to share fairly, large enough to be worth the taking.
-    const int rows = std::max(16, std::min(512, padded(total_rows / 48, 8)));
+    // Few pieces per thread: enough to share fairly, and long enough for memory to be read ahead.
+    const int per_thread = total_rows < 8192 ? 2 : 16;
+    const int rows = std::max(16, padded(total_rows / (per_thread * get_threads()), 8));
     int pieces = 0;
     for (const Matrix& m : matrices) pieces += (m.num_out + rows - 1) / rows;
     team.run(pieces, [&](int piece) {

@@ -112,7 +112,7 @@ void parallel(std::function<void(Team&)> work) {
     slot.epoch.store(0);  // nobody enters from here on; who is in it leaves without a piece
     spin_until([&] { return slot.num_users.load() == 0; });
     slot.work = std::move(work);
-    for (int i = 0; i < MAX_PHASES; i++) slot.next[i].store(0), slot.done[i].store(0);
+    for (int i = 0; i < MAX_PHASES; i++) slot.next[i].value.store(0), slot.done[i].value.store(0);
     slot.epoch.store(epoch);
     if (p.size > 1) p.announce(epoch);
     else p.epoch.store(epoch);

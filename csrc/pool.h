@@ -10,11 +10,15 @@ constexpr int MAX_PHASES = 8;
 
 class Team;
 
+struct alignas(64) Counter {  // on a cache line of its own: others spin on its neighbours
+    std::atomic<int> value{0};
+};
+
 struct Region {  // one call of `parallel`; slots are used again, see pool.cpp
     std::atomic<uint64_t> epoch{0};
     std::atomic<int> num_users{0};
     std::function<void(Team&)> work;
-    std::atomic<int> next[MAX_PHASES], done[MAX_PHASES];
+    Counter next[MAX_PHASES], done[MAX_PHASES];
 };
 
 void spin_until_equal(const std::atomic<int>& value, int wanted);
@@ -26,7 +30,7 @@ class Team {  // one thread's view of a region
     // The next phase: piece(i) for i in [0, total), each once; all threads come here in the same order of phases.
     template <class Piece>
     void run(int total, const Piece& piece) {
-        std::atomic<int>&next = region_->next[phase_], &done = region_->done[phase_];
+        std::atomic<int>&next = region_->next[phase_].value, &done = region_->done[phase_].value;
         phase_++;
         int num_done = 0;
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < total; num_done++) piece(i);
