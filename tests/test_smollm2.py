@@ -205,7 +205,7 @@ class Redrafting:
         rows = [ScheduledRow(request, len(request.ids), 0) for request in whole]
         batch = make_batch(rows, [[] for _ in rows], PAGE_SIZE, (), self.runner.device)
         taps = [torch.cat([answer.states[i] for i in config.target_layer_ids], dim=-1) for answer in answers]
-        self.runner.append_context(batch, torch.cat(taps), [len(request.ids) for request in whole])
+        self.runner.append_context(torch.cat(taps), batch.positions, batch.slots)
 
     def request(self, i: int, num_known: int, **sampling: Any) -> Request:
         """Answer i, committed up to ``num_known`` tokens."""

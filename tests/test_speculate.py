@@ -16,7 +16,7 @@ from lampejo.request import StopParams
 from lampejo.speculate import NGRAM_MAX_WIDTH, NgramDrafter, Speculator
 from lampejo.width import WidthController
 from scripted import answering, decode_plainly, ids_of, knowing, lively_pair, random_target, scripted_engine
-from tiny import ScriptedDrafter, make_drafter, make_engine, make_request, prompt_of, run
+from tiny import ScriptedDrafter, make_drafter, make_engine, make_request, make_target, prompt_of, run
 
 LONG = StopParams(max_tokens=60, ignore_eos=True)
 
@@ -367,3 +367,14 @@ def test_drafting_time_is_measured_per_drafter():
         assert num_tokens == 2
         assert 0 < seconds < draft_seconds["dflash"] or draft_seconds["dflash"] >= 0.003
         assert [result.num_drafted for result in results] == [1]
+
+
+def test_a_drafter_that_is_not_asked_enters_its_context_page_by_page():
+    """V1: fault: a parked drafter that costs a pass of its own for every token."""
+    engine = make_engine(make_target(), drafter=make_drafter(), dflash=True, page_size=8)
+    engine.speculator.controller.widths = lambda offers: [0] * len(offers)
+    lengths = []
+    enter = engine.runner.append_context
+    engine.runner.append_context = lambda taps, *rest: (lengths.append(len(taps)), enter(taps, *rest))
+    run(engine, [make_request(prompt_of(20), StopParams(max_tokens=41, ignore_eos=True))])
+    assert lengths == [20, 4, 8, 8, 8, 8]

@@ -77,15 +77,11 @@ class Runner:
         return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps)
 
     @torch.inference_mode()
-    def append_context(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
-        """Enters the first ``num_committed[i]`` tokens of each segment into the drafter's context."""
+    def append_context(self, taps: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Enters committed tokens into the drafter's context. taps [T, num_taps * H], positions and slots [T]."""
         assert self.drafter is not None
-        index = [s.start + j for s, n in zip(batch.segments, num_committed, strict=True) for j in range(n)]
-        if not index:
-            return
-        keep = torch.tensor(index, device=self.device)
-        view = CausalView(self.context_cache, (), batch.slots[keep])
-        self.drafter.store_context(self.drafter.context(taps[keep]), batch.positions[keep], view)
+        view = CausalView(self.context_cache, (), slots)
+        self.drafter.store_context(self.drafter.context(taps), positions, view)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:

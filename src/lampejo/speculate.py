@@ -5,6 +5,7 @@ A drafter is anything with the methods of ``Drafter``. The output never depends 
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -66,8 +67,21 @@ class NgramDrafter:
         self._indices.pop(request.id, None)
 
 
+@dataclass
+class _Pending:
+    """Taps of committed tokens, from position ``start`` on, that are not in the drafter's context yet."""
+
+    start: int
+    taps: list[torch.Tensor]
+    num_tokens: int = 0
+
+
 class DFlashDrafter:
-    """The block-diffusion drafter; its context follows the committed tokens, also while it is parked."""
+    """The block-diffusion drafter; its context follows the committed tokens, also while it is parked.
+
+    Taps are collected and entered together: when the drafter is asked next, or when a page is full, because then the
+    prefix cache may give it to another request. So a parked drafter costs next to nothing.
+    """
 
     name = "dflash"
 
@@ -75,18 +89,50 @@ class DFlashDrafter:
         assert runner.drafter is not None
         self.runner = runner
         self.max_width = runner.drafter.config.block_size - 1
+        self._pending: dict[int, _Pending] = {}  # by request id
 
     def available(self, request: Request) -> int:
         return self.max_width
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        self._enter(requests)
         return self.runner.draft(requests, widths)
 
     def observe(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
-        self.runner.append_context(batch, taps, num_committed)
+        page_size, full = self.runner.page_size, []
+        for row, segment, count in zip(batch.rows, batch.segments, num_committed, strict=True):
+            pending = self._pending.get(row.request.id)
+            if pending is None or pending.start + pending.num_tokens != segment.position:  # new, or preempted meanwhile
+                pending = self._pending[row.request.id] = _Pending(segment.position, [])
+            pending.taps.append(taps[segment.start : segment.start + count])
+            pending.num_tokens += count
+            if (pending.start + pending.num_tokens) // page_size > pending.start // page_size:
+                full.append(row.request)
+        self._enter(full)
 
     def forget(self, request: Request) -> None:
         """Its context lies in the request's pages and goes with them."""
+        self._pending.pop(request.id, None)
+
+    def _enter(self, requests: Sequence[Request]) -> None:
+        """Brings the context of the requests up to date, in one pass for all of them."""
+        taps: list[torch.Tensor] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        page_size = self.runner.page_size
+        for request in requests:
+            pending = self._pending.pop(request.id, None)
+            if pending is None:
+                continue
+            span = range(pending.start, pending.start + pending.num_tokens)
+            taps += pending.taps
+            positions += span
+            slots += [request.pages[p // page_size] * page_size + p % page_size for p in span]
+        if positions:
+            device = self.runner.device
+            self.runner.append_context(
+                torch.cat(taps), torch.tensor(positions, device=device), torch.tensor(slots, device=device)
+            )
 
 
 class Speculator:
