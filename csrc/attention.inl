@@ -172,7 +172,7 @@ static void attend(const AttentionShape& shape, const Batch& batch, const Segmen
 
 // A piece of a batch's attention is some (token, head) pairs of a segment and key/value head.
 static int pairs_per_piece(const AttentionShape& shape) {
-    return shape.block ? shape.block * (shape.num_heads / shape.num_kv) : 16;
+    return shape.block ? shape.block * (shape.num_heads / shape.num_kv) : 4;
 }
 
 static int pieces_of(const AttentionShape& shape, const Segment& segment) {  // for one key/value head

@@ -23,7 +23,7 @@ from lampejo.loader import load_model
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
 from lampejo.ops.cpu import instruction_set
-from lampejo.ops.cpu.library import Q8
+from lampejo.ops.cpu.library import LIBRARY, Q8
 from lampejo.ops.reference import KEY_CHUNK
 from lampejo.packing import pack_drafter
 from lampejo.weights.checkpoint import Checkpoint
@@ -168,8 +168,13 @@ def test_threads_are_set_by_a_load_that_succeeds_only(target: Path, tmp_path: Pa
         with pytest.raises(UserError):
             load(target, "dflash", threads=before + 1)
         assert torch.get_num_threads() == before
-        load(target, "none", threads=before + 1)
+        load(target, "none", threads=before + 1, ops="reference")
         assert torch.get_num_threads() == before + 1
+        if instruction_set() is not None:  # then the kernels get them: two pools would wait for each other's cores
+            load(target, "none", threads=2)
+            assert (LIBRARY.lampejo_get_threads(), torch.get_num_threads()) == (2, 1)
+            load(target, "none", ops="reference")
+            assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
 

@@ -101,10 +101,23 @@ def load_model(
             info=info,
             load_s=time.perf_counter() - started,
         )
-    if threads is not None:  # last, so that a failed load changes nothing
-        torch.set_num_threads(threads)
-    set_kernel_threads(threads or torch.get_num_threads())
+    _set_threads(threads, on_kernels=packed_kind is not None)  # last, so that a failed load changes nothing
     return loaded, config
+
+
+_torch_threads: int | None = None  # before the kernels took over
+
+
+def _set_threads(threads: int | None, on_kernels: bool) -> None:
+    """Threads for who computes. Beside the kernels PyTorch gets one: its pool and theirs would wait for each other's
+    cores in every step, and what is left to it are small operations."""
+    global _torch_threads
+    if on_kernels:
+        _torch_threads = _torch_threads or torch.get_num_threads()
+        set_kernel_threads(threads or _torch_threads)
+        torch.set_num_threads(1)
+    elif threads is not None or _torch_threads is not None:
+        torch.set_num_threads(threads or _torch_threads or 1)
 
 
 def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | None]:
