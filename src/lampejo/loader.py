@@ -105,7 +105,7 @@ def load_model(
     return loaded, config
 
 
-_torch_threads: int | None = None  # before the kernels took over
+_torch_threads: int | None = None  # what PyTorch had before the kernels took over
 
 
 def _set_threads(threads: int | None, on_kernels: bool) -> None:
@@ -118,6 +118,7 @@ def _set_threads(threads: int | None, on_kernels: bool) -> None:
         torch.set_num_threads(1)
     elif threads is not None or _torch_threads is not None:
         torch.set_num_threads(threads or _torch_threads or 1)
+        _torch_threads = None
 
 
 def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | None]:
