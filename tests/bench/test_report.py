@@ -5,12 +5,12 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from tiny_bench import MACHINE, MODEL, made_results
 
 from lampejo.bench import plots
 from lampejo.bench.measure import Results
 from lampejo.bench.page import make_page
 from lampejo.bench.report import as_object, columns, number, terminal, times, verify_cost
+from tiny_bench import MACHINE, MODEL, made_results
 
 KEYS = [
     "machine",

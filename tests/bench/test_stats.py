@@ -1,9 +1,9 @@
 """Medians, spreads, ratios."""
 
 import pytest
-from tiny_bench import sample
 
 from lampejo.bench.stats import median, ratios, rounded, spread, summary, with_sampled
+from tiny_bench import sample
 
 
 def test_ratios_are_formed_per_prompt_and_round_before_they_are_summarised():
