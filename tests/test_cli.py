@@ -394,6 +394,17 @@ def test_a_long_chat_forgets_its_oldest_turns_and_says_so(run, monkeypatch, tmp_
     assert [m["role"] for m in messages[:3]] == ["system", "user", "assistant"] and len(messages) < 11
 
 
+def test_a_message_over_the_context_costs_nothing_but_itself(run, monkeypatch, tmp_path):
+    """Fault: one message that is too long wiped the whole conversation, and was refused after that."""
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    say(monkeypatch, "My name is Ana.", f"/save {files[0]}", "word " * 200, f"/save {files[1]}", "Hi")
+    code, out, err = run("chat", "--max-tokens", "2", "--context", "128")
+    before, after = (json.loads(file.read_text("utf-8")) for file in files)
+    assert code == 0 and before == after and len(before["messages"]) == 2
+    assert err.count("leaves no room in the context of 128") == 1 and "dropped" not in err
+    assert len(out.splitlines()) == 2
+
+
 class InterruptedModel:
     """Stands in for an ``LLM``: Ctrl-C comes in the middle of its first answer."""
 

@@ -111,13 +111,20 @@ class ChatSession:
         return system + self.turns
 
     def answer(self, text: str) -> None:
-        """One turn, streamed. Whatever stops it, the conversation stays well-formed."""
+        """One turn, streamed. Whatever stops it, the conversation stays well-formed; a refused message changes none."""
+        before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
         said: list[str] = []
         try:
-            self.drop_oldest_turns()
+            num_dropped = self.drop_oldest_turns()
+            chunks = self.llm.stream(self.messages, **self.params)  # refuses a message that is too long by itself
+            if num_dropped:
+                _note(
+                    f"(the oldest {num_dropped} messages were dropped to fit the context of "
+                    f"{self.llm.max_context} tokens)"
+                )
             clean = printable if sys.stdout.isatty() else str
-            for chunk in self.llm.stream(self.messages, **self.params):
+            for chunk in chunks:
                 said.append(chunk.text)
                 print(clean(chunk.text), end="", flush=True)
                 if chunk.finish_reason:
@@ -127,24 +134,21 @@ class ChatSession:
             print(flush=True)
             _note("(stopped)")
         except BaseException:
-            self.turns.pop()
+            self.turns = before
             raise
         if any(said):
             self.turns.append({"role": "assistant", "content": "".join(said)})
         else:
-            self.turns.pop()
+            self.turns = before
 
-    def drop_oldest_turns(self) -> None:
-        """Makes room for an answer by forgetting from the front, a question with its answer at a time."""
+    def drop_oldest_turns(self) -> int:
+        """Makes room for an answer by forgetting from the front, a question with its answer at a time; how many."""
         most = self.llm.max_context - self.llm.max_context // ANSWER_SHARE
         num_dropped = 0
         while len(self.turns) > 1 and len(self.llm.encode(self.messages)) > most:
             del self.turns[:2]
             num_dropped += 2
-        if num_dropped:
-            _note(
-                f"(the oldest {num_dropped} messages were dropped to fit the context of {self.llm.max_context} tokens)"
-            )
+        return num_dropped
 
     def statistics(self) -> str:
         speed = f", the last answer at {self.last_speed:.1f} tok/s" if self.num_answers else ""
