@@ -479,6 +479,40 @@ def test_ctrl_c_ends_a_running_answer_cleanly():
     assert b"Traceback" not in err
 
 
+def shell(line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``line`` by a shell; ``$L`` is the command under test."""
+    environment = {**os.environ, "L": f"{sys.executable} -m lampejo", **variables}
+    return subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=120)
+
+
+@unix_only
+@pytest.mark.parametrize("line", ["$L generate - <&-", "$L chat <&-"])
+def test_a_closed_input_is_told_in_one_line(line):
+    """Fault: a traceback from a job without a standard input."""
+    done = shell(line)
+    assert_one_line(done.returncode, done.stdout, done.stderr, "standard input is closed")
+
+
+@unix_only
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_output_swallows_what_is_written(closed):
+    """Fault: a traceback from a job without standard streams, or the statistics among the answer."""
+    done = shell(f"$L inspect smollm2 {closed}")
+    assert done.returncode == 0 and done.stderr == "" and ("architecture" in done.stdout) == (closed == "2>&-")
+    done = shell(f"$L inspect {closed}")
+    assert done.returncode == USER_MISTAKE and done.stdout == "" and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("line", ["$L inspect smollm2 >/dev/full", "$L generate --raw --max-tokens 2 hi >/dev/full"])
+def test_a_full_disk_under_the_output_is_told_in_one_line(line):
+    """Fault: a traceback, or exit code 0 for an answer that nobody has."""
+    done = shell(line)
+    told = [line for line in done.stderr.splitlines(True) if "several times slower" not in line]
+    assert_one_line(done.returncode, done.stdout, "".join(told), "No space left")
+    assert shell(f"{line} 2>&1").returncode == USER_MISTAKE  # not 120, which Python makes of it
+
+
 @unix_only
 def test_a_reader_that_goes_away_is_no_error():
     """Fault: BrokenPipeError on the screen after ``lampejo ... | head``."""

@@ -4,6 +4,7 @@ No torch is imported before a command needs it: ``--help`` and mistakes in flags
 """
 
 import argparse
+import contextlib
 import difflib
 import os
 import sys
@@ -133,11 +134,17 @@ def _generate(args: argparse.Namespace) -> int:
 def _text(prompt: str) -> str:
     try:
         if prompt == "-":
+            _check_stdin()
             return sys.stdin.buffer.read().decode()
         prompt.encode()
     except UnicodeError:
         raise UserError("The prompt is not UTF-8 text.", "Convert it, for example with iconv.") from None
     return prompt
+
+
+def _check_stdin() -> None:
+    if sys.stdin is None:
+        raise UserError("The standard input is closed.", "Run the command with an input: a terminal, a file or a pipe.")
 
 
 CHAT_EXAMPLES = """/help lists the chat's own commands. Ctrl-C stops an answer; at the prompt it ends the chat.
@@ -158,6 +165,7 @@ def _add_chat(commands: Commands) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    _check_stdin()
     from lampejo.chat_session import chat
     from lampejo.cli_options import answer_params, model_options
 
@@ -234,17 +242,45 @@ def _bench(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. The user's mistakes become one line, without a traceback."""
+    _mend_streams()
     try:
         args = make_parser().parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"lampejo: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(f"lampejo: {' '.join(str(error).split())}")
         return USER_MISTAKE
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        _tell("")
         return INTERRUPTED
-    except BrokenPipeError:  # what reads our output has gone; Python would complain once more at its own end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # what reads our output has gone
         return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is not None:  # of a file, which is told where it is opened
+            raise
+        _tell(f"lampejo: input or output failed: {error.strerror or error}. Look where they are redirected to.")
+        return USER_MISTAKE
+    finally:
+        _give_up_broken_streams()
+
+
+def _mend_streams() -> None:
+    """A standard output that was closed before we began swallows what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _give_up_broken_streams() -> None:
+    """What cannot be written is lost; Python would complain once more at its own end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
