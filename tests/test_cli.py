@@ -503,6 +503,17 @@ def test_a_closed_output_swallows_what_is_written(closed):
     assert done.returncode == USER_MISTAKE and done.stdout == "" and "Traceback" not in done.stderr
 
 
+@unix_only
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_that_is_not_utf8_shows_what_it_can(encoding):
+    """Fault: UnicodeEncodeError in the middle of an answer."""
+    says = "import sys, lampejo.cli as c; c._pull = lambda args: print('a漢字b') or 0; sys.exit(c.main(['pull', 'x']))"
+    done = shell(f'{sys.executable} -c "{says}"', PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a??b\n", "")
+    done = shell("$L pull ./漢字.gguf", PYTHONIOENCODING=encoding)
+    assert_one_line(done.returncode, done.stdout, done.stderr, "does not exist")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 @pytest.mark.parametrize("line", ["$L inspect smollm2 >/dev/full", "$L generate --raw --max-tokens 2 hi >/dev/full"])
 def test_a_full_disk_under_the_output_is_told_in_one_line(line):

@@ -266,10 +266,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _mend_streams() -> None:
-    """A standard output that was closed before we began swallows what is written."""
+    """A standard output that was closed before we began swallows what is written; one that is not in UTF-8 shows "?"
+    for the characters that it does not have."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _tell(line: str) -> None:
