@@ -194,6 +194,14 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(index, monkeypatch, tmp
     assert len(left_over()) == 3
 
 
+def test_a_cache_below_nobodys_home_is_a_clear_error(monkeypatch):
+    """Fault: a traceback of pathlib, from every command."""
+    monkeypatch.setenv("LAMPEJO_CACHE", "~nobody-here/x")
+    for ask in (locate, pull):
+        with pytest.raises(UserError, match=r"LAMPEJO_CACHE is '~nobody-here/x'"):
+            ask("smollm2")
+
+
 def test_the_progress_bar_counts_bytes(index, capsys):
     """Fault: minutes without a sign of life."""
     pull("tiny")

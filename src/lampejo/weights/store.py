@@ -33,7 +33,12 @@ _CHUNK = 1 << 20
 def cache_dir() -> Path:
     """Where fetched files lie: ``$LAMPEJO_CACHE``, else this platform's cache folder."""
     override = os.environ.get("LAMPEJO_CACHE")
-    return Path(override).expanduser() if override else platformdirs.user_cache_path("lampejo")
+    try:
+        return Path(override).expanduser() if override else platformdirs.user_cache_path("lampejo")
+    except RuntimeError:  # no such home folder
+        raise UserError(
+            f"LAMPEJO_CACHE is {override!r}, and there is no such home folder.", "Let it name another folder."
+        ) from None
 
 
 def locate(spec: str | Path) -> Path:
