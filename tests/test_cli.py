@@ -504,6 +504,15 @@ def test_a_closed_output_swallows_what_is_written(closed):
 
 
 @unix_only
+@pytest.mark.parametrize("command", ["generate hi", "inspect smollm2", "pull smollm2"])
+def test_a_current_folder_that_was_removed_is_told_in_one_line(command, tmp_path):
+    """Fault: a traceback from whatever asks first where we are."""
+    gone = tmp_path / "gone"
+    done = shell(f"mkdir '{gone}' && cd '{gone}' && rmdir '{gone}' && exec $L {command}")
+    assert_one_line(done.returncode, done.stdout, done.stderr, "does not exist any more", "Change to one")
+
+
+@unix_only
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_output_that_is_not_utf8_shows_what_it_can(encoding):
     """Fault: UnicodeEncodeError in the middle of an answer."""

@@ -9,6 +9,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from lampejo import __version__
@@ -244,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. The user's mistakes become one line, without a traceback."""
     _mend_streams()
     try:
+        _check_folder()
         args = make_parser().parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)
         sys.stdout.flush()
@@ -263,6 +265,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_MISTAKE
     finally:
         _give_up_broken_streams()
+
+
+def _check_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("The current folder does not exist any more.", "Change to one that does.") from None
 
 
 def _mend_streams() -> None:
