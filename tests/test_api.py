@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lampejo.api import LLM, Chunk, Completion
+from lampejo.api import LLM, Chunk, Completion, load
 from lampejo.errors import UserError
 from scripted import answering, ids_of, knowing, random_target, scripted_llm
 from tiny import EOS, ScriptedDrafter
@@ -181,6 +181,15 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {97: 1.0}}, "logit_bias has token id 97"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs cannot set 'self'"),
+    ({"chat_template_kwargs": {"prompt": 1}}, "chat_template_kwargs cannot set 'prompt'"),
+    ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs cannot set 'template'"),
+    ({"chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs cannot set 'tokenizer'"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot set 'messages'"),
+    ({"chat_template_kwargs": {5: 1}}, "chat_template_kwargs has the key 5"),
+    ({"chat_template_kwargs": {"tools": 5}}, "tools of chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": "a tool"}}, "tools of chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": [5]}}, "tools of chat_template_kwargs"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"temperature": float("nan")}, "temperature"),
@@ -197,6 +206,22 @@ def test_a_bad_parameter_is_refused_by_name_before_any_work(llm, params, message
         with pytest.raises(UserError, match=message):
             call("a prompt", **params)
     assert llm.engine.runner.num_steps == 0
+
+
+BAD_LOADS: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model must be a name or a path, not None"),
+    ({"model": 5}, "model must be a name or a path, not 5"),
+    ({"drafter": None}, "drafter must be a name or a path, not None"),
+    ({"model": "smollm2", "config": 5}, "config must be an EngineConfig, not 5"),
+    ({"model": "smollm2", "config": 0}, "config must be an EngineConfig, not 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_LOADS, ids=str)
+def test_what_cannot_be_loaded_is_refused_by_name(arguments, message):
+    """Fault: a traceback from the depths for a variable that was not set."""
+    with pytest.raises(UserError, match=message):
+        load(**arguments)
 
 
 def test_a_parameter_that_is_none_is_not_given(llm):

@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from lampejo.accept import TokenLogprobs
@@ -25,6 +26,7 @@ _BYTES = (bytes, bytearray, memoryview)
 _PROMPT_REMEDY = "Give text, a list of token ids, or a list of messages."
 _SAMPLING_NAMES = tuple(f.name for f in fields(SamplingParams))
 _STOP_NAMES = tuple(f.name for f in fields(StopParams))
+_NOT_FOR_TEMPLATES = ("self", "prompt", "template", "messages", "tokenizer")  # what we pass on under these names
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,7 @@ class LLM:
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         template_kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(template_kwargs, Mapping):
-            raise UserError(f"chat_template_kwargs must map names to values, not be {template_kwargs!r}.")
+        _check_template_kwargs(template_kwargs)
         sampling_given = self.generation_defaults | {k: v for k, v in given.items() if k in _SAMPLING_NAMES}
         sampling = SamplingParams(**sampling_given)
         stops = StopParams(**{k: v for k, v in given.items() if k in _STOP_NAMES})
@@ -280,9 +281,29 @@ def load(
     repeats itself, else the DFlash drafter that belongs to the model, if there is one), "ngram", "dflash", "none", or
     the folder or repository of a DFlash drafter. threads: of the CPU operations, None keeps torch's choice.
     """
-    config = config or EngineConfig()
+    for name, value in (("model", model), ("drafter", drafter)):
+        if not isinstance(value, str | Path):
+            raise UserError(f"{name} must be a name or a path, not {value!r}.", 'For example: lampejo.load("smollm2").')
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise UserError(f"config must be an EngineConfig, not {config!r}.", "Import it from lampejo, or leave it out.")
     loaded, config = load_model(model, drafter, config, threads, target_layer_ids)
     return LLM(loaded, config)
+
+
+def _check_template_kwargs(kwargs: Any) -> None:
+    if not isinstance(kwargs, Mapping):
+        raise UserError(f"chat_template_kwargs must map names to values, not be {kwargs!r}.")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise UserError(f"chat_template_kwargs has the key {name!r}; names are strings.")
+        if name in _NOT_FOR_TEMPLATES:
+            raise UserError(f"chat_template_kwargs cannot set {name!r}.", "Leave it out: the request itself sets it.")
+    tools = kwargs.get("tools")
+    if tools is not None and not (
+        isinstance(tools, Sequence) and not isinstance(tools, str) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise UserError(f"tools of chat_template_kwargs must be a list of objects, not {tools!r}.")
 
 
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
