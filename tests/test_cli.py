@@ -1,5 +1,6 @@
 """The command line, mostly in process: one loaded model serves all tests here."""
 
+import errno
 import io
 import json
 import os
@@ -12,7 +13,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from lampejo import LLM, SamplingParams, StopParams
+from lampejo import LLM, SamplingParams, StopParams, UserError
 from lampejo.chat_session import ChatSession
 from lampejo.cli import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE, main, make_parser
 from lampejo.loader import Loaded, load_model, without_drafts
@@ -421,6 +422,28 @@ class InterruptedModel:
         self.asked.append([message["content"] for message in messages])
         yield type("Chunk", (), {"text": "Once upon", "finish_reason": None})
         raise KeyboardInterrupt
+
+
+def test_a_save_that_fails_can_be_tried_again(tmp_path, monkeypatch):
+    """Fault: a full disk left an empty file, and the next try said that it exists already."""
+    session = ChatSession(InterruptedModel(), {}, None)  # type: ignore[arg-type]
+    file = tmp_path / "chat.json"
+
+    def full_disk(content: object, stream: io.TextIOBase, **_: object) -> None:
+        stream.write("half")
+        stream.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lampejo.chat_session.json.dump", full_disk)
+        with pytest.raises(UserError, match=r"chat\.json cannot be written.*No space left"):
+            session.save(str(file))
+    assert not file.exists()
+    session.save(str(file))
+    assert json.loads(file.read_text("utf-8"))["messages"] == []
+    with pytest.raises(UserError, match="exists already"):
+        session.save(str(file))
+    assert json.loads(file.read_text("utf-8"))["messages"] == []
 
 
 def test_an_interrupted_answer_stays_in_the_conversation(capsys):

@@ -163,9 +163,15 @@ class ChatSession:
             raise UserError("/save needs the name of a file.", "For example: /save chat.json")
         content = {"model": self.llm.info["model"], "messages": self.messages}
         try:
-            with Path(name).expanduser().open("x", encoding="utf-8") as file:
-                json.dump(content, file, ensure_ascii=False, indent=2)
-                file.write("\n")
+            path = Path(name).expanduser()
+            file = path.open("x", encoding="utf-8")
+            try:
+                with file:
+                    json.dump(content, file, ensure_ascii=False, indent=2)
+                    file.write("\n")
+            except BaseException:
+                path.unlink(missing_ok=True)  # ours: half a file would stand in the way of another try
+                raise
         except FileExistsError:
             raise UserError(f"{name} exists already.", "Choose another name.") from None
         except (OSError, RuntimeError, ValueError) as error:
