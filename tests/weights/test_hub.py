@@ -1,5 +1,6 @@
 """Repositories of the hub, fetched by huggingface_hub from a stand-in on this machine."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,9 +10,13 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from makefiles import HF_CONFIG, random_tensors, target_shapes, write_folder, write_gguf
+
+from lampejo.errors import UserError
+from lampejo.weights.hub import fetch
 
 COMMIT = "a" * 40
 
@@ -150,3 +155,17 @@ def test_what_a_repository_lacks_is_told_with_a_remedy(hub, tmp_path):
     assert all(answer.startswith("ERROR") for answer in answers)
     assert [text for text, answer in zip(expected, answers, strict=True) if text not in answer] == []
     assert hub.fetched == []
+
+
+def test_a_full_disk_is_not_the_network(monkeypatch):
+    """Fault: "the hub cannot be reached" when there was no room for what it sent."""
+
+    def full_disk(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = [SimpleNamespace(rfilename=name) for name in ("config.json", "model.safetensors")]
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=files))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full_disk)
+    with pytest.raises(UserError, match="No space left on device for org/model") as caught:
+        fetch("org/model", None, None, progress=False)
+    assert "Make room" in caught.value.remedy

