@@ -489,7 +489,10 @@ unix_only = pytest.mark.skipif(sys.platform == "win32", reason="signals and pipe
 @unix_only
 def test_ctrl_c_ends_a_running_answer_cleanly():
     """Fault: a traceback, a hang at exit, or exit code 0 for half an answer."""
-    command = [sys.executable, "-m", "lampejo", "generate", "--raw", "--ignore-eos", "--max-tokens", "4000", "One two"]
+    # The handler of a terminal's job, also where these tests run in the background, which ignores Ctrl-C.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    start += "from lampejo.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "generate", "--raw", "--ignore-eos", "--max-tokens", "4000", "One two"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         guard = threading.Timer(120, process.kill)
         guard.start()
