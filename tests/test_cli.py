@@ -92,6 +92,8 @@ EARLY = {
     "logit bias without value": (["generate", "--logit-bias", "5", "x"], ["--logit-bias", "198=-5"]),
     "logit bias too large": (["generate", "--logit-bias", "5=101", "x"], ["logit_bias", "100"]),
     "empty stop string": (["generate", "--stop", "", "x"], ["stop"]),
+    "stop string that is no UTF-8": (["generate", "--stop", "a\udcff", "x"], ["stop", "UTF-8"]),
+    "seed of 65 bits": (["generate", "--seed", str(2**64), "x"], ["seed", "at most 18446744073709551615"]),
     "negative stop id": (["generate", "--stop-token-id", "-1", "x"], ["stop_token_ids"]),
     "too many logprobs": (["generate", "--json", "--logprobs", "21", "x"], ["logprobs", "20"]),
     "logprobs without json": (["generate", "--logprobs", "1", "x"], ["--logprobs", "--json"]),

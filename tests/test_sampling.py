@@ -47,7 +47,7 @@ OUTSIDE = [("temperature", -1e-9), ("temperature", 101), ("top_k", -1), ("top_k"
            ("top_p", 0), ("top_p", -0.1), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.01), ("repetition_penalty", 0),
            ("repetition_penalty", -1), ("presence_penalty", 2.1), ("presence_penalty", -2.1),
            ("frequency_penalty", 2.1), ("frequency_penalty", -2.1), ("logprobs", -1), ("logprobs", 21),
-           ("logprobs", 1.0), ("seed", 1.5), ("seed", 2**64 + 1), ("seed", -(2**63) - 1)]  # fmt: skip
+           ("logprobs", 1.0), ("seed", 1.5), ("seed", 2**64), ("seed", -(2**63) - 1)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), OUTSIDE)

@@ -35,6 +35,9 @@ class StopParams:
             raise UserError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).")
         if not isinstance(self.stop, tuple) or any(not isinstance(s, str) or not s for s in self.stop):
             raise UserError("stop must be one or more strings, none of them empty.")
+        for text in self.stop:
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise UserError(f"stop has {text!r}, which is not UTF-8 text.", "No answer can ever match it.")
         if not isinstance(self.stop_token_ids, tuple):
             raise UserError("stop_token_ids must be a list of token ids.")
         if not isinstance(self.ignore_eos, bool):

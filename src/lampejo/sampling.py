@@ -59,7 +59,7 @@ class SamplingParams:
             check_number("logit_bias token id", token_id, 0, 2**31, whole=True)
             check_number(f"logit_bias of token {token_id}", bias, -100, 100)
         if self.seed is not None:
-            check_number("seed", self.seed, -(2**63), 2**64, whole=True)
+            check_number("seed", self.seed, -(2**63), 2**64 - 1, whole=True)
         if self.logprobs is not None:
             check_number("logprobs", self.logprobs, 0, 20, whole=True)
 
