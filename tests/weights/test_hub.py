@@ -13,12 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from makefiles import HF_CONFIG, random_tensors, target_shapes, write_folder, write_gguf
 
 from lampejo.errors import UserError
 from lampejo.weights.hub import fetch
 
 COMMIT = "a" * 40
+FILES = [SimpleNamespace(rfilename=name) for name in ("config.json", "model.safetensors")]
 
 
 class Hub:
@@ -163,9 +165,26 @@ def test_a_full_disk_is_not_the_network(monkeypatch):
     def full_disk(**_: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    files = [SimpleNamespace(rfilename=name) for name in ("config.json", "model.safetensors")]
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=files))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=FILES))
     monkeypatch.setattr("huggingface_hub.snapshot_download", full_disk)
     with pytest.raises(UserError, match="No space left on device for org/model") as caught:
         fetch("org/model", None, None, progress=False)
     assert "Make room" in caught.value.remedy
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_bars_are_for_terminals(monkeypatch, terminal):
+    """Fault: a log full of bars."""
+    shown = []
+
+    def snapshot(**_: object) -> str:
+        shown.append(not are_progress_bars_disabled())
+        return "folder"
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=FILES))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    for progress in (False, True):
+        fetch("org/model", None, None, progress)
+    assert shown == [False, terminal]
+    enable_progress_bars()

@@ -247,8 +247,11 @@ def test_the_reason_of_pip_is_told_and_a_full_disk_is_not_the_network(index, mon
     assert caught.value.remedy.startswith(remedy)
 
 
-def test_the_progress_bar_counts_bytes(index, capsys):
-    """Fault: minutes without a sign of life."""
+def test_the_progress_bar_counts_bytes(index, monkeypatch, capsys):
+    """Fault: minutes without a sign of life; or a log full of bars where no terminal is."""
+    pull("tiny").unlink()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     pull("tiny")
     shown = capsys.readouterr()
     assert "tiny" in shown.err and shown.out == ""

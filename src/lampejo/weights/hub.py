@@ -1,6 +1,7 @@
 """Fetches a repository of the Hugging Face hub: configuration, tokenizer, safetensors, or one GGUF. Never a pickle."""
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def fetch(repo: str, revision: str | None, file: str | None, progress: bool = Tr
     from huggingface_hub import errors
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-    (enable_progress_bars if progress else disable_progress_bars)()
+    shown = progress and sys.stderr is not None and sys.stderr.isatty()
+    (enable_progress_bars if shown else disable_progress_bars)()
     at: dict[str, Any] = {"repo_id": repo, "revision": revision}
     try:
         # Not list_repo_files: without a network it tries again for 23 s, this fails at once.

