@@ -1,5 +1,6 @@
 """Acceptance as a pure function: logits and drafts in, the target's own choices out."""
 
+import math
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lampejo.accept import VerifyRow, accept, token_logprobs
+from lampejo.errors import DamagedModel
 from lampejo.request import StopParams
 from lampejo.sampling import History, SamplingParams, choose
 from tiny import ScriptedDrafter, make_engine, make_request, prompt_of, run
@@ -50,6 +52,29 @@ def test_rows_of_a_batch_are_judged_one_by_one():
     own = [1, 2, 6, 4, 3, 5, 8, 0, 8, 1]
     verdicts = accept(saying(*own), rows)
     assert [(v.ids, v.num_accepted) for v in verdicts] == [([1, 2, 6], 2), ([4], 0), ([3, 5], 1), ([8, 0], 1)]
+
+
+HOT = {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+CHOICES = [{}, {"temperature": 1.0}, HOT, {"repetition_penalty": 1.3}, {"logit_bias": {3: 5.0}}]
+
+
+@pytest.mark.parametrize("params", CHOICES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_logits_that_are_no_numbers_are_refused(params, bad, everywhere):
+    """Fault: a damaged file gave an empty answer, or any, and exit code 0."""
+    logits = 20 * saying(4, 5, 6)
+    logits[1 if everywhere else (1, 7)] = bad
+    rows = [row_of([4], **params), row_of([], **params)]
+    with pytest.raises(DamagedModel, match="not numbers"):
+        accept(logits, rows)
+
+
+def test_logits_after_a_draft_that_was_refused_do_not_matter():
+    """Fault: drafts change what an answer is, here whether there is one."""
+    logits = saying(4, 5)
+    logits[1] = math.nan
+    assert accept(logits, [row_of([9])])[0].ids == [4]
 
 
 def test_no_rows_give_no_verdicts():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lampejo.api import LLM, Chunk, Completion, load
-from lampejo.errors import UserError
+from lampejo.errors import DamagedModel, UserError
 from scripted import answering, ids_of, knowing, random_target, scripted_llm
 from tiny import EOS, ScriptedDrafter
 
@@ -222,6 +222,15 @@ def test_what_cannot_be_loaded_is_refused_by_name(arguments, message):
     """Fault: a traceback from the depths for a variable that was not set."""
     with pytest.raises(UserError, match=message):
         load(**arguments)
+
+
+def test_a_model_that_computes_no_numbers_fails_every_request():
+    """Fault: empty text and no word of it. The engine is over, as after any error of its own."""
+    with scripted_llm(lambda text: [float("nan")] * 97) as llm:
+        with pytest.raises(DamagedModel, match="logits are not numbers"):
+            llm.generate(["one", "two"])
+        with pytest.raises(RuntimeError, match="load the model again"):
+            llm.generate("three")
 
 
 def test_a_parameter_that_is_none_is_not_given(llm):

@@ -18,6 +18,7 @@ from lampejo.chat_session import ChatSession
 from lampejo.cli import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE, main, make_parser
 from lampejo.loader import Loaded, load_model, without_drafts
 from lampejo.ops.cpu import instruction_set
+from lampejo.runner import Runner
 from lampejo.terminal import printable, side_by_side, wants_color
 
 Run = Callable[..., tuple[int, str, str]]
@@ -240,6 +241,19 @@ def test_falling_back_to_the_reference_operations_is_said(built, reason, monkeyp
     assert said.startswith("lampejo: the CPU kernels") and "several times slower" in said
     assert all(words in said for words in reason.split("; "))
     assert statistics.endswith("plain decoding, reference operations")
+
+
+@pytest.mark.parametrize("flag", ["--raw", "--json", "--compare"])
+def test_a_damaged_model_is_told_in_one_line(run, monkeypatch, flag):
+    """Fault: empty text and exit code 0 from weights that are no numbers, or a traceback."""
+    verify = Runner.verify
+
+    def damaged(self, batch):
+        out = verify(self, batch)
+        return replace(out, logits=out.logits * float("nan"))
+
+    monkeypatch.setattr(Runner, "verify", damaged)
+    assert_one_line(*run("generate", "--max-tokens", "4", flag, "one two"), "logits are not numbers", "again")
 
 
 @pytest.mark.parametrize("color", ["always", "never"])

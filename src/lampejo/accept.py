@@ -5,11 +5,13 @@ replaced by the target's choice, and after a wholly accepted block the target ad
 token is the target's choice, and the output cannot depend on the drafts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from lampejo.errors import DamagedModel
 from lampejo.sampling import History, SamplingParams, choose, process_logits
 
 
@@ -44,12 +46,16 @@ class Verdict:
 
 
 def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
-    """logits [sum(len(drafts) + 1 for each row), V], rows one after another -> a verdict per row."""
+    """logits [sum(len(drafts) + 1 for each row), V], rows one after another -> a verdict per row.
+
+    ``DamagedModel`` where a committed token's logit is not finite: a NaN counts as the greatest, so it is chosen.
+    """
     if all(_is_plain_greedy(row) for row in rows):
         greedy = logits.argmax(-1).tolist()  # one operation for the whole batch
     else:
         greedy = None
     verdicts, start = [], 0
+    chosen: list[int] = []  # where the committed tokens' logits lie in the flat tensor
     for row in rows:
         n = len(row.drafts) + 1
         own = _own_choices(logits[start : start + n], row) if greedy is None else greedy[start : start + n]
@@ -57,12 +63,15 @@ def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
         while num_accepted < len(row.drafts) and row.drafts[num_accepted] == own[num_accepted]:
             num_accepted += 1
         ids = own[: num_accepted + 1]
+        chosen += [(start + j) * logits.shape[-1] + token_id for j, token_id in enumerate(ids)]
         logprobs = []
         if row.params.logprobs is not None:
             logprobs = token_logprobs(logits[start : start + len(ids)], ids, row.params.logprobs)
         verdicts.append(Verdict(ids, num_accepted, logprobs))
         start += n
     assert start == len(logits), (start, len(logits))
+    if chosen and not all(map(math.isfinite, logits.take(torch.tensor(chosen, device=logits.device)).tolist())):
+        raise DamagedModel("The model's logits are not numbers: damaged weights. Fetch or convert the model again.")
     return verdicts
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeAlias
 
 from lampejo import __version__
 from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags
-from lampejo.errors import UserError
+from lampejo.errors import DamagedModel, UserError
 from lampejo.weights.aliases import ALIASES
 
 INTERRUPTED, BROKEN_PIPE, USER_MISTAKE = 130, 141, 2  # exit codes; the first two are 128 and the signal's number
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
-    except UserError as error:
+    except (UserError, DamagedModel) as error:
         _tell(f"lampejo: {' '.join(str(error).split())}")
         return USER_MISTAKE
     except KeyboardInterrupt:

@@ -1,8 +1,12 @@
-"""The one exception for mistakes that the user can mend; the CLI prints it as one line, without a traceback."""
+"""Exceptions that the CLI prints as one line, without a traceback."""
+
+
+class DamagedModel(RuntimeError):
+    """The weights compute what is no number; no answer can come of them."""
 
 
 class UserError(ValueError):
-    """A clear statement of what is wrong, and what to do about it.
+    """The one exception for mistakes that the user can mend: what is wrong, clearly, and what to do about it.
 
     ``message`` names the thing (file, flag, key, value); ``remedy`` is a full sentence that tells the next step.
     """
