@@ -98,33 +98,58 @@ void to_floats(int type, const uint8_t* row, int start, int count, float* out) {
             continue;
         }
         const int n = std::min(32, count - i);
-        const float d = type == Q6_K ? from_f16(read_u16(b + 208)) : from_f16(read_u16(b));
-        for (int j = 0; j < n; j++) {
-            const int shift = j < 16 ? 0 : 4;
-            if (type == Q8_0) {
-                out[i + j] = d * static_cast<int8_t>(b[2 + j]);
-            } else if (type == Q4_0) {
-                out[i + j] = d * ((b[2 + j % 16] >> shift & 15) - 8);
-            } else if (type == Q4_1) {
-                out[i + j] = d * (b[4 + j % 16] >> shift & 15) + from_f16(read_u16(b + 2));
-            } else if (type == Q5_0 || type == Q5_1) {
+        float* to = out + i;
+        switch (type) {
+            case Q8_0: {
+                const float d = from_f16(read_u16(b));
+                for (int k = 0; k < n; k++) to[k] = d * static_cast<int8_t>(b[2 + k]);
+                break;
+            }
+            case Q4_0: {
+                const float d = from_f16(read_u16(b));
+                for (int k = 0; k < n; k++) to[k] = d * ((b[2 + k % 16] >> (k < 16 ? 0 : 4) & 15) - 8);
+                break;
+            }
+            case Q4_1: {
+                const float d = from_f16(read_u16(b)), m = from_f16(read_u16(b + 2));
+                for (int k = 0; k < n; k++) to[k] = d * (b[4 + k % 16] >> (k < 16 ? 0 : 4) & 15) + m;
+                break;
+            }
+            case Q5_0:
+            case Q5_1: {
                 const int head = type == Q5_0 ? 2 : 4;
+                const float d = from_f16(read_u16(b)), m = type == Q5_0 ? -16 * d : from_f16(read_u16(b + 2));
                 uint32_t high;
                 std::memcpy(&high, b + head, 4);
-                const int code = (b[head + 4 + j % 16] >> shift & 15) | static_cast<int>(high >> j & 1) << 4;
-                out[i + j] = type == Q5_0 ? d * (code - 16) : d * code + from_f16(read_u16(b + 2));
-            } else if (type == Q4_K || type == Q5_K) {
-                const int group = inside / 32, nibble = group % 2 ? 4 : 0, codes = type == Q4_K ? 16 : 48;
+                for (int k = 0; k < n; k++) {
+                    const int low = b[head + 4 + k % 16] >> (k < 16 ? 0 : 4) & 15;
+                    to[k] = d * (low | static_cast<int>(high >> k & 1) << 4) + m;
+                }
+                break;
+            }
+            case Q4_K:
+            case Q5_K: {
+                const int group = inside / 32, nibble = group % 2 ? 4 : 0;
+                const uint8_t* codes = b + (type == Q4_K ? 16 : 48) + group / 2 * 32;
                 int scale, minimum;
                 six_bits(b + 4, group, &scale, &minimum);
-                int code = b[codes + group / 2 * 32 + j] >> nibble & 15;
-                if (type == Q5_K) code |= (b[16 + j] >> group & 1) << 4;
-                out[i + j] = d * scale * code - from_f16(read_u16(b + 2)) * minimum;
-            } else {  // Q6_K: halves of 128, each with four runs of 32
+                const float d = from_f16(read_u16(b)) * scale, m = from_f16(read_u16(b + 2)) * minimum;
+                for (int k = 0; k < n; k++) {
+                    const int high = type == Q5_K ? (b[16 + k] >> group & 1) << 4 : 0;
+                    to[k] = d * ((codes[k] >> nibble & 15) | high) - m;
+                }
+                break;
+            }
+            default: {  // Q6_K: halves of 128, each with four runs of 32
                 const int half = inside / 128, run = inside % 128 / 32;
-                const uint8_t low = b[half * 64 + (run % 2) * 32 + j] >> (run / 2 * 4) & 15;
-                const int code = (low | (b[128 + half * 32 + j] >> (2 * run) & 3) << 4) - 32;
-                out[i + j] = d * static_cast<int8_t>(b[192 + half * 8 + run * 2 + j / 16]) * code;
+                const uint8_t *low = b + half * 64 + run % 2 * 32, *high = b + 128 + half * 32;
+                const float d = from_f16(read_u16(b + 208));
+                const float scales[2] = {d * static_cast<int8_t>(b[192 + half * 8 + run * 2]),
+                                         d * static_cast<int8_t>(b[192 + half * 8 + run * 2 + 1])};
+                for (int k = 0; k < n; k++) {
+                    const int code = (low[k] >> (run / 2 * 4) & 15) | (high[k] >> (2 * run) & 3) << 4;
+                    to[k] = scales[k / 16] * (code - 32);
+                }
             }
         }
         i += n;
