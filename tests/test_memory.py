@@ -213,6 +213,7 @@ def test_memory_does_not_grow_over_500_requests(pair):
         return sys.getallocatedblocks(), types.count(torch.Tensor), types.count(Request)
 
     with make_llm(runner, [NgramDrafter(2), DFlashDrafter(runner)], **config) as llm:
+        others = work(llm, 0)[2]  # what tests before this one left in tracebacks is not this one's matter
         work(llm, 100)
         first = work(llm, 100)
         last = [work(llm, 150) for _ in range(2)][-1]
@@ -220,7 +221,7 @@ def test_memory_does_not_grow_over_500_requests(pair):
         assert not llm._frontend._outboxes
     assert last[0] - first[0] < 300, "blocks of Python's memory; a request that is kept has more than 50 of them"
     assert last[1] - first[1] <= 0, "tensors are kept"
-    assert last[2] <= 2, "finished requests are kept"
+    assert last[2] - others <= 2, "finished requests are kept"
 
 
 def test_requests_aborted_a_hundred_times_in_any_state_leave_nothing_behind(pair):
