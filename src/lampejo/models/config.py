@@ -28,10 +28,34 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP. ``dense_layers`` keep a plain MLP."""
+
+    num_experts: int
+    num_active: int  # per token, the shared expert not counted
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int = 0  # 0: no shared expert
+    normalised: bool = True  # the weights of a token's experts add up to 1
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated DeltaNet (arXiv 2412.06464) in place of attention in ``layers``; the other layers have attention."""
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int  # tokens that the short convolution sees, the present one included
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a target model."""
 
-    architecture: str  # "llama" | "qwen2"
+    architecture: str  # "llama" | "qwen2" | "qwen3" | "qwen3_moe" | "qwen3_next" | "qwen3_5" | "qwen3_5_moe"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -44,6 +68,17 @@ class ModelConfig:
     max_context: int
     tie_word_embeddings: bool
     qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k
+    attention_gate: bool = False  # q_proj gives each head an output gate too, applied as a sigmoid before o_proj
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    rotary_dim: int | None = None  # first dimensions of a head that RoPE rotates; None: all
+    experts: ExpertsConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - (len(self.delta_net.layers) if self.delta_net else 0)
 
 
 @dataclass(frozen=True)
