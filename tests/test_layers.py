@@ -32,6 +32,7 @@ ORDER = [
     "cache",
     "models",
     "models.config",
+    "models.gguf_config",
     "models.drafter_config",
     "models.layers",
     "models.llama",

@@ -12,7 +12,7 @@ from makefiles import HF_CONFIG, random_tensors, target_shapes, write_folder, wr
 from safetensors.torch import save_file
 
 from lampejo.errors import UserError
-from lampejo.models.config import hf_name
+from lampejo.models.gguf_config import hf_name
 from lampejo.weights.aliases import ALIASES
 from lampejo.weights.checkpoint import check_tensors, open_checkpoint, rotate_half_order
 from lampejo.weights.describe import describe
@@ -186,7 +186,8 @@ def test_integer_and_fp8_weights_are_refused_when_opened(tmp_path):
 
 def test_llama3_scaling_in_a_gguf_is_understood(tmp_path):
     """C5: GGUF keeps Llama 3's scaling as divisors, without its parameters."""
-    from lampejo.models.config import RopeConfig, _llama3_divisors
+    from lampejo.models.config import RopeConfig
+    from lampejo.models.gguf_config import _llama3_divisors
 
     rope = RopeConfig(500_000.0, "llama3", 32.0, 8192, 1.0, 4.0)
     divisors = torch.tensor(_llama3_divisors(rope, 8))

@@ -1,11 +1,11 @@
 """What a checkpoint says about its architecture, in our words.
 
-The only place that translates ``config.json`` keys and GGUF metadata names (drafters: ``drafter_config.py``); defaults
-for absent keys stand here and nowhere else.
+The only place that translates ``config.json`` keys (GGUF metadata: ``gguf_config.py``; drafters:
+``drafter_config.py``); defaults for absent keys stand here and nowhere else.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -106,9 +106,8 @@ class DrafterConfig:
 
 
 MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}  # config.json model_type -> our architecture
-GGUF_ARCHITECTURES = ("llama", "qwen2")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_DEFAULT_THETA = 10_000.0  # what Llama 1 and 2 used; their files do not say it
+DEFAULT_THETA = 10_000.0  # what Llama 1 and 2 used; their files do not say it
 C = TypeVar("C", ModelConfig, DrafterConfig)
 _LARGEST = 1 << 31  # no size in a real file comes near; larger ones are damage or malice
 
@@ -175,7 +174,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if "dflash_config" in config or "speculators_model_type" in config:
         raise UserError("This is a drafter, not a model that generates text.", "Give it with --drafter instead.")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise _unsupported_architecture(model_type, tuple(MODEL_TYPES))
+        raise unsupported_architecture(model_type, tuple(MODEL_TYPES))
     if keys.values.get("hidden_act", "silu") != "silu":
         raise keys.unsupported("hidden_act")
     for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
@@ -185,7 +184,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if model_type == "mistral" and keys.has("sliding_window") and keys.whole("sliding_window") < max_position:
         raise keys.unsupported("sliding_window", "Choose a release without a window (Mistral 7B v0.2 and later).")
     hidden_size, num_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
-    rope = rope_from_hf(keys, max_position, _DEFAULT_THETA)
+    rope = rope_from_hf(keys, max_position, DEFAULT_THETA)
     return checked(
         ModelConfig(
             architecture=MODEL_TYPES[model_type],
@@ -198,7 +197,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             head_dim=keys.whole("head_dim", max(hidden_size // num_heads, 1)),
             rms_norm_eps=keys.number("rms_norm_eps"),
             rope=rope,
-            max_context=_max_context(max_position, rope),
+            max_context=stretched_context(max_position, rope),
             tie_word_embeddings=keys.flag("tie_word_embeddings"),
             qkv_bias=model_type == "qwen2",
         ),
@@ -206,7 +205,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _unsupported_architecture(found: object, supported: tuple[str, ...]) -> UserError:
+def unsupported_architecture(found: object, supported: tuple[str, ...]) -> UserError:
     return UserError(
         f"Architecture {shorten(found)} is not supported.", f"Supported architectures: {', '.join(supported)}."
     )
@@ -225,7 +224,7 @@ def checked(config: C, where: str) -> C:
     return config
 
 
-def _max_context(max_position: int, rope: RopeConfig) -> int:
+def stretched_context(max_position: int, rope: RopeConfig) -> int:
     """YaRN stretches the original context by its factor; files often leave ``max_position_embeddings`` as it was."""
     return max(max_position, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else max_position
 
@@ -265,7 +264,7 @@ def rope_from_hf(keys: Keys, max_position: int, default_theta: float | None) -> 
     factor = rope.number("factor")
     attention_factor = rope.number("attention_factor") if rope.has("attention_factor") else None
     if attention_factor is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        attention_factor = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
+        attention_factor = yarn_scale(factor, rope.number("mscale")) / yarn_scale(factor, rope.number("mscale_all_dim"))
     return RopeConfig(
         theta=theta,
         kind="yarn",
@@ -279,146 +278,5 @@ def rope_from_hf(keys: Keys, max_position: int, default_theta: float | None) -> 
     )
 
 
-def _mscale(factor: float, scale: float = 1.0) -> float:
+def yarn_scale(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-# GGUF ---------------------------------------------------------------------------------------------------------------
-
-_GGUF_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def hf_name(gguf_name: str) -> str:
-    """The checkpoint name of a GGUF tensor; names that we do not know stay as they are, to be refused by name."""
-    parts = gguf_name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _GGUF_LAYER:
-        return f"model.layers.{parts[1]}.{_GGUF_LAYER[parts[2]]}.{parts[3]}"
-    return _GGUF_TOP.get(gguf_name, gguf_name)
-
-
-def model_config_from_gguf(
-    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], rope_factors: Sequence[float] | None = None
-) -> ModelConfig:
-    """Translate GGUF metadata.
-
-    ``tensors``: shapes (rows first) by GGUF name; they decide vocabulary size and tied head. ``rope_factors``: the
-    values of ``rope_freqs.weight`` if the file has it; that is how GGUF stores Llama 3's RoPE scaling.
-    """
-    arch = Keys(metadata, "GGUF metadata").need("general.architecture")
-    if arch not in GGUF_ARCHITECTURES:
-        raise _unsupported_architecture(arch, GGUF_ARCHITECTURES)
-    prefix = f"{arch}."
-    # Some writers store one value per layer; lists of equal values mean the same as the value.
-    same = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
-    keys = Keys(same, f"GGUF metadata, {prefix}*")
-    if keys.whole("expert_count", 0, least=0):
-        raise _unsupported_architecture(f"{arch} with experts", GGUF_ARCHITECTURES)
-    hidden_size, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    max_position = keys.whole("context_length")
-    head_dim = keys.whole("attention.key_length", max(hidden_size // num_heads, 1))
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if keys.whole(key, head_dim) != head_dim:
-            raise keys.unsupported(key, f"Only heads of one size, rotated in full, are (here {head_dim}).")
-    embedding = tensors.get("token_embd.weight", ())
-    if len(embedding) != 2:
-        raise UserError("The GGUF file lacks the matrix 'token_embd.weight'.", "Fetch the file again.")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and len(tokens) > embedding[0]:
-        raise UserError(
-            f"The GGUF file has {len(tokens)} tokens but {embedding[0]} embeddings.", "Fetch the file again."
-        )
-    rope = _rope_from_gguf(keys, max_position, rope_factors, head_dim)
-    return checked(
-        ModelConfig(
-            architecture=arch,
-            vocab_size=embedding[0],
-            hidden_size=hidden_size,
-            intermediate_size=keys.whole("feed_forward_length"),
-            num_layers=keys.whole("block_count"),
-            num_heads=num_heads,
-            num_kv_heads=keys.whole("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-            rope=rope,
-            max_context=_max_context(max_position, rope),
-            tie_word_embeddings="output.weight" not in tensors,
-            qkv_bias=arch == "qwen2",
-        ),
-        "GGUF metadata",
-    )
-
-
-def _same(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
-
-
-def _rope_from_gguf(keys: Keys, max_position: int, factors: Sequence[float] | None, head_dim: int) -> RopeConfig:
-    theta = keys.number("rope.freq_base", _DEFAULT_THETA)
-    kind = keys.values.get("rope.scaling.type") or ("linear" if keys.has("rope.scale_linear") else "none")
-    if factors is not None:
-        if kind != "none":
-            raise keys.unsupported("rope.scaling.type", "It cannot be combined with rope_freqs.weight.")
-        return _llama3_rope(theta, factors, head_dim)
-    if kind == "none":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
-        return RopeConfig(theta=theta, kind="linear", factor=factor)
-    if kind != "yarn" or keys.has("rope.scaling.yarn_log_multiplier"):
-        raise keys.unsupported("rope.scaling.type", "Supported types: none, linear, yarn.")
-    factor = keys.number("rope.scaling.factor")
-    attention_factor = None
-    if keys.has("rope.scaling.attn_factor"):  # GGUF multiplies YaRN's own factor, transformers replaces it
-        attention_factor = keys.number("rope.scaling.attn_factor") * _mscale(factor)
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_position=keys.whole("rope.scaling.original_context_length", max_position),
-        attention_factor=attention_factor,
-        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
-    )
-
-
-def _llama3_rope(theta: float, factors: Sequence[float], head_dim: int) -> RopeConfig:
-    """Find the Llama 3 scaling whose frequency divisors are ``factors`` ``[head_dim / 2]``."""
-    found = [float(f) for f in factors]
-    if len(found) == head_dim // 2 and all(math.isfinite(f) and f > 0 for f in found):
-        if all(f == 1.0 for f in found):
-            return RopeConfig(theta=theta)
-        for original in (8192, 2048, 4096, 16384, 32768, 65536, 131072):
-            rope = RopeConfig(theta, "llama3", round(max(found), 4), original, 1.0, 4.0)
-            if all(
-                math.isclose(f, w, rel_tol=1e-4) for f, w in zip(found, _llama3_divisors(rope, head_dim), strict=True)
-            ):
-                return rope
-    raise UserError(
-        "The GGUF file's rope_freqs.weight is not a Llama 3 scaling.", "Use the safetensors of the same model instead."
-    )
-
-
-def _llama3_divisors(rope: RopeConfig, head_dim: int) -> list[float]:
-    """By what Llama 3's scaling divides each of the ``head_dim / 2`` frequencies."""
-    divisors = []
-    for i in range(head_dim // 2):
-        turns = rope.original_max_position / (2 * math.pi * rope.theta ** (2 * i / head_dim))
-        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        smooth = min(max(smooth, 0.0), 1.0)
-        divisors.append(1.0 / ((1 - smooth) / rope.factor + smooth))
-    return divisors

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lampejo.errors import UserError
-from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, hf_name, model_config_from_gguf, model_config_from_hf
+from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, model_config_from_hf
+from lampejo.models.gguf_config import hf_name, model_config_from_gguf
 from lampejo.ops.stored import Stored
 from lampejo.weights.files import damaged, read_json
 from lampejo.weights.gguf import GgufFile
