@@ -3,6 +3,38 @@
 ``reference`` is the definition of correct; faster versions come beside it and are chosen once, at load.
 """
 
-from .reference import Segment, block_attention, linear, paged_attention, rms_norm, rope, swiglu, write_pages
+from .reference import (
+    DeltaSizes,
+    Segment,
+    block_attention,
+    delta_net,
+    delta_net_chunked,
+    experts,
+    linear,
+    paged_attention,
+    rms_norm,
+    rope,
+    route,
+    sigmoid,
+    softplus,
+    swiglu,
+    write_pages,
+)
 
-__all__ = ["Segment", "block_attention", "linear", "paged_attention", "rms_norm", "rope", "swiglu", "write_pages"]
+__all__ = [
+    "DeltaSizes",
+    "Segment",
+    "block_attention",
+    "delta_net",
+    "delta_net_chunked",
+    "experts",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rope",
+    "route",
+    "sigmoid",
+    "softplus",
+    "swiglu",
+    "write_pages",
+]

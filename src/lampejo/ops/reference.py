@@ -1,7 +1,8 @@
 """The definition of correct: every operation in plain torch, on any device, differentiable.
 
 Shape legend: T tokens of a step (flat over rows), R rows, B block length, H hidden, N outputs, K inputs, Q query heads,
-G key/value heads, D head size, P pages, S page size.
+G key/value heads, D head size, P pages, S page size, E experts, I inner size of an expert. Of a Gated DeltaNet: Hk key
+heads of Dk, Hv value heads of Dv, C = 2 * Hk * Dk + Hv * Dv channels, K tokens that the short convolution sees.
 
 **Row invariance** (design principle 3): on a CPU in fp32 a token's result is bit-identical whether it is computed alone
 or beside others. BLAS libraries choose their kernel, and so their order of summation, by the number of rows when there
@@ -10,8 +11,10 @@ size at fixed positions, where a chunk that a row may not see changes nothing, n
 it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 ROW_TILE = 8
 KEY_CHUNK = 128  # keys per attention chunk; a multiple of every page size in use
 QUERY_TILE = 128  # tokens whose scores are held at once
+DELTA_CHUNK = 64  # tokens that the chunked delta rule takes at once
 HIDDEN_SCORE = -1e30  # finite, so that a difference of two hidden scores is no NaN; its exponential is an exact 0
 
 
@@ -44,26 +48,39 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(F.pad(x, (0, 0, 0, -num_rows % ROW_TILE)), weight, bias)[:num_rows]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, in fp32, times ``weight`` (arXiv 1910.07467)."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, in fp32, times ``weight`` (arXiv 1910.07467); with ``offset``
+    times ``1 + weight``, in fp32 as well."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    return (y * (1 + weight.float())).to(x.dtype) if offset else weight * y.to(x.dtype)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Not ``torch.sigmoid``: the ends of its loops go through other code than the middle, and so round otherwise."""
+    return 1 / (1 + torch.exp(-x))
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 + exp(x))``, without overflow; not ``F.softplus`` for the reason at ``sigmoid``."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, the gated half of the MLP (arXiv 2002.05202).
-
-    Not ``F.silu``: the ends of its loops go through other code than the middle, and so round otherwise.
-    """
+    """``silu(gate) * up``, the gated half of the MLP (arXiv 2002.05202); not ``F.silu`` for the reason at
+    ``sigmoid``."""
     return gate / (1 + torch.exp(-gate)) * up
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates halves of each head (arXiv 2104.09864). x [T, heads, D], cos and sin [T, D/2] -> [T, heads, D]."""
-    first, second = x.chunk(2, dim=-1)
+    """Rotates halves of each head (arXiv 2104.09864), or of its first dimensions, if cos and sin cover no more.
+
+    x [T, heads, D], cos and sin [T, R/2] with R <= D -> [T, heads, D].
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+    return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
 
 
 def write_pages(
@@ -173,3 +190,146 @@ def block_attention(
             ).transpose(0, 1)
         )
     return torch.stack(outs)
+
+
+def route(router_logits: torch.Tensor, num_active: int, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token: the ``num_active`` most probable of a softmax over all (arXiv 1701.06538).
+
+    router_logits [T, E] -> ids [T, num_active], best first, and weights [T, num_active], fp32; ``normalised`` weights
+    add up to 1.
+    """
+    scores = router_logits.float()
+    scores = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights, ids = (scores / scores.sum(-1, keepdim=True)).topk(num_active, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
+def experts(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    num_active: int,
+    normalised: bool,
+) -> torch.Tensor:
+    """Mixture of experts: each token goes through the MLPs that ``route`` gives it, their outputs are weighted and
+    added up in ascending order of the experts' ids.
+
+    x [T, H], router_logits [T, E], gate_up [E, 2 I, H] (gate rows first), down [E, H, I] -> [T, H].
+    """
+    ids, weights = route(router_logits, num_active, normalised)
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():  # ascending
+        tokens, slots = torch.where(ids == expert)
+        gate, up = linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        y = linear(swiglu(gate, up), down[expert])
+        out[tokens] += weights[tokens, slots, None].to(x.dtype) * y
+    return out
+
+
+class DeltaSizes(Protocol):
+    """What ``delta_net`` needs to know of its heads; ``models.config.DeltaNetConfig`` has it."""
+
+    @property
+    def num_key_heads(self) -> int: ...
+    @property
+    def num_value_heads(self) -> int: ...
+    @property
+    def key_head_dim(self) -> int: ...
+    @property
+    def value_head_dim(self) -> int: ...
+
+
+def delta_net(
+    mixed: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    conv_weight: torch.Tensor,
+    sizes: DeltaSizes,
+    window: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Short convolution and gated delta rule of some tokens of one row, one token after another (arXiv 2412.06464,
+    section 3.1, equation 10), in fp32.
+
+    mixed [T, C]: q | k | v as projected; log_decay [T, Hv], at most 0; beta [T, Hv]; conv_weight [C, K], the present
+    token last. window [C, K-1] holds the projections of the tokens before, state [Hv, Dk, Dv] what was learnt from
+    them; a row starts with zeros in both. Returns out [T, Hv, Dv], and window and state after the last token, as new
+    tensors. Bit-identical however a text is split into calls.
+    """
+    q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
+    decay, beta = log_decay.float().exp()[..., None, None], beta.float()[..., None]  # [T, Hv, 1, 1], [T, Hv, 1]
+    q, k = q[..., None], k[..., None]  # [T, Hv, Dk, 1]
+    state, outs = state.float(), [v.new_empty(0, *v.shape[1:])]
+    for t in range(len(mixed)):
+        state = state * decay[t]
+        known = (state * k[t]).sum(1)  # [Hv, Dv]: what the state says about this key
+        state = state + k[t] * (beta[t] * (v[t] - known)).unsqueeze(1)
+        outs.append((state * q[t]).sum(1, keepdim=True).transpose(0, 1))
+    return torch.cat(outs), window, state
+
+
+def delta_net_chunked(
+    mixed: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    conv_weight: torch.Tensor,
+    sizes: DeltaSizes,
+    window: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``delta_net`` as matrix products over chunks of tokens (arXiv 2412.06464, section 3.3), for devices that are slow
+    at one token after another. Equal to it up to rounding, so not row-invariant.
+
+    Within a chunk token i adds ``k_i u_i`` to the state, where ``u_i = beta_i (v_i - what the state before it says about
+    k_i)``. That state is the chunk's first one and the additions before i, all decayed: a triangular system for u.
+    """
+    num_tokens = len(mixed)
+    q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
+    # [T, Hv, ...] -> [Hv, chunks, DELTA_CHUNK, ...]; padding has beta 0 and no decay, so it changes nothing
+    q, k, v, beta, log_decay = (
+        F.pad(x.float().transpose(0, 1), (0, 0, 0, -num_tokens % DELTA_CHUNK)).unflatten(1, (-1, DELTA_CHUNK))
+        for x in (q, k, v, beta[..., None], log_decay[..., None])
+    )
+    since_start = log_decay.cumsum(2)  # [Hv, chunks, n, 1], of the decay; between j and i it is the difference
+    between = since_start - since_start.transpose(2, 3)
+    between = between.masked_fill(between.new_ones(between.shape[2:]).triu(1).bool(), -math.inf).exp()  # 0 for j > i
+    system = (beta * k) @ k.transpose(2, 3) * between  # its diagonal is taken as 1
+    right = torch.cat([beta * v, beta * since_start.exp() * k], dim=-1)
+    of_values, of_state = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )  # u = of_values - of_state @ state
+    seen = q @ k.transpose(2, 3) * between  # [Hv, chunks, n, n]
+    q = q * since_start.exp()
+    total = since_start[:, :, -1:]
+    k = (k * (total - since_start).exp()).transpose(2, 3)
+
+    state, outs = state.float(), [v.new_empty(len(v), 0, v.shape[-1])]
+    for c in range(v.shape[1]):
+        u = of_values[:, c] - of_state[:, c] @ state
+        outs.append(q[:, c] @ state + seen[:, c] @ u)
+        state = state * total[:, c].exp() + k[:, c] @ u
+    return torch.cat(outs, dim=1).transpose(0, 1)[:num_tokens], window, state
+
+
+def _convolved(
+    mixed: torch.Tensor, conv_weight: torch.Tensor, sizes: DeltaSizes, window: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys [T, Hv, Dk] of unit length, queries scaled, values [T, Hv, Dv], and the next window."""
+    num_tokens, kernel = len(mixed), conv_weight.shape[1]
+    seen = torch.cat([window.T.float(), mixed.float()])  # [K - 1 + T, C]
+    taps = [seen[i : i + num_tokens] * conv_weight[:, i].float() for i in range(kernel)]
+    total = taps[0]
+    for tap in taps[1:]:
+        total = total + tap
+    total = total / (1 + torch.exp(-total))
+    key_size = sizes.num_key_heads * sizes.key_head_dim
+    q, k, v = total.split([key_size, key_size, sizes.num_value_heads * sizes.value_head_dim], dim=-1)
+    group = sizes.num_value_heads // sizes.num_key_heads
+    q, k = (_unit(x.reshape(num_tokens, sizes.num_key_heads, -1)).repeat_interleave(group, dim=1) for x in (q, k))
+    v = v.reshape(num_tokens, sizes.num_value_heads, -1)
+    return q * sizes.key_head_dim**-0.5, k, v, seen[num_tokens:].T.to(window.dtype).contiguous()
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
