@@ -281,8 +281,8 @@ def delta_net_chunked(
     """``delta_net`` as matrix products over chunks of tokens (arXiv 2412.06464, section 3.3), for devices that are slow
     at one token after another. Equal to it up to rounding, so not row-invariant.
 
-    Within a chunk token i adds ``k_i u_i`` to the state, where ``u_i = beta_i (v_i - what the state before it says about
-    k_i)``. That state is the chunk's first one and the additions before i, all decayed: a triangular system for u.
+    Within a chunk token i adds ``k_i u_i`` to the state, ``u_i = beta_i (v_i - what the state before i says of k_i)``.
+    That state is the chunk's first one and the additions before i, all decayed: a triangular system for u.
     """
     num_tokens = len(mixed)
     q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
@@ -326,8 +326,9 @@ def _convolved(
     key_size = sizes.num_key_heads * sizes.key_head_dim
     q, k, v = total.split([key_size, key_size, sizes.num_value_heads * sizes.value_head_dim], dim=-1)
     group = sizes.num_value_heads // sizes.num_key_heads
-    q, k = (_unit(x.reshape(num_tokens, sizes.num_key_heads, -1)).repeat_interleave(group, dim=1) for x in (q, k))
-    v = v.reshape(num_tokens, sizes.num_value_heads, -1)
+    heads = (num_tokens, sizes.num_key_heads, sizes.key_head_dim)
+    q, k = (_unit(x.reshape(heads)).repeat_interleave(group, dim=1) for x in (q, k))
+    v = v.reshape(num_tokens, sizes.num_value_heads, sizes.value_head_dim)
     return q * sizes.key_head_dim**-0.5, k, v, seen[num_tokens:].T.to(window.dtype).contiguous()
 
 
