@@ -49,6 +49,7 @@ class DeltaNetConfig:
     key_head_dim: int
     value_head_dim: int
     conv_size: int  # tokens that the short convolution sees, the present one included
+    tiled: bool = False  # value head v reads key head v % num_key_heads (GGUF); else each key head's are neighbours
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,8 @@ class DeltaSizes(Protocol):
     def key_head_dim(self) -> int: ...
     @property
     def value_head_dim(self) -> int: ...
+    @property
+    def tiled(self) -> bool: ...
 
 
 def delta_net(
@@ -327,7 +329,8 @@ def _convolved(
     q, k, v = total.split([key_size, key_size, sizes.num_value_heads * sizes.value_head_dim], dim=-1)
     group = sizes.num_value_heads // sizes.num_key_heads
     heads = (num_tokens, sizes.num_key_heads, sizes.key_head_dim)
-    q, k = (_unit(x.reshape(heads)).repeat_interleave(group, dim=1) for x in (q, k))
+    q, k = (_unit(x.reshape(heads)) for x in (q, k))
+    q, k = (x.repeat(1, group, 1) if sizes.tiled else x.repeat_interleave(group, dim=1) for x in (q, k))
     v = v.reshape(num_tokens, sizes.num_value_heads, sizes.value_head_dim)
     return q * sizes.key_head_dim**-0.5, k, v, seen[num_tokens:].T.to(window.dtype).contiguous()
 
