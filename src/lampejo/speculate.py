@@ -54,6 +54,10 @@ class NgramDrafter:
 
     def available(self, request: Request) -> int:
         index = self._indices.setdefault(request.id, NgramIndex())
+        num_new = len(request.ids) - len(index)
+        # Where nothing matches, a long match is seldom near: looking at a few tokens at once costs half as much.
+        if len(index) and index.match_len < self.min_match and num_new <= (self.min_match - 1) // 2:
+            return 0
         index.extend(request.ids[len(index) :])
         return NGRAM_MAX_WIDTH if index.match_len >= self.min_match else 0
 
@@ -104,7 +108,7 @@ class DFlashDrafter:
             pending = self._pending.get(row.request.id)
             if pending is None or pending.start + pending.num_tokens != segment.position:  # new, or preempted meanwhile
                 pending = self._pending[row.request.id] = _Pending(segment.position, [])
-            pending.taps.append(taps[segment.start : segment.start + count])
+            pending.taps.append(taps if count == len(taps) else taps[segment.start : segment.start + count])
             pending.num_tokens += count
             if (pending.start + pending.num_tokens) // page_size > pending.start // page_size:
                 full.append(row.request)
@@ -193,13 +197,17 @@ class Speculator:
         seconds: float,
     ) -> None:
         """Learns from a step: context of the drafters, acceptance, and ``seconds`` that verification took."""
+        if not self.drafters:
+            return
         for drafter in self.drafters:
             drafter.observe(batch, taps, num_committed)
         # Decoding alone: a chunk of a prompt may have one token too, but gets no verdict.
-        if self.drafters and len(verdicts) == len(batch.rows) and all(row.num_known == 1 for row in batch.rows):
+        num_decoding = len(batch.rows) + sum(map(len, batch.drafts))
+        if len(verdicts) == len(batch.rows) and len(batch.ids) == num_decoding:
             results = [
                 RowResult(row.request.id, self.drafter_of(row.request), len(draft), verdict.num_accepted)
                 for row, draft, verdict in zip(batch.rows, batch.drafts, verdicts, strict=True)
+                if draft
             ]
             self.controller.observe_step(len(batch.ids), seconds, self._draft_seconds, results)
 

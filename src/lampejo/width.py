@@ -16,6 +16,7 @@ Kind = str  # a drafter's name
 OPTIMISM = 0.7  # least acceptance rate of a slot that nobody has tried
 MARGIN = 1.03  # drafting must be this much faster than plain
 FIRST_PAUSE, LAST_PAUSE = 8, 256  # steps that a row is parked: doubled by each failed probe
+PLAIN_SAMPLE = 4  # of so many plain steps one is measured, once a few were
 NUM_PROBES = 3  # steps with at least one draft after a pause
 FIRST_RECHECK, LAST_RECHECK = 8, 256  # steps with drafts before a plain one is made and measured; doubles each time
 
@@ -66,6 +67,10 @@ class Timing:
         self._first: list[float] = []
         self.seconds = 0.0
 
+    @property
+    def is_settled(self) -> bool:
+        return len(self._first) == 3
+
     def observe(self, seconds: float) -> float:
         """Returns by what factor the estimate changed."""
         seconds = max(seconds, 1e-9)
@@ -99,6 +104,11 @@ class CostModel:
 
     def observe_draft(self, kind: Kind, num_rows: int, seconds: float) -> None:
         self._draft.setdefault(kind, {}).setdefault(num_rows.bit_length(), Timing()).observe(seconds)
+
+    def is_settled(self, num_tokens: int) -> bool:
+        """Were steps of so many tokens measured often enough that one more hardly matters?"""
+        timing = self._verify.get(_bucket(num_tokens))
+        return timing is not None and timing.is_settled
 
     def is_measured(self, above: int, up_to: int) -> bool:
         """Was a step of more than ``above`` and at most ``up_to`` tokens measured?"""
@@ -180,7 +190,10 @@ class WidthController:
     def observe_step(
         self, num_tokens: int, verify_seconds: float, draft_seconds: Mapping[Kind, float], results: Sequence[RowResult]
     ) -> None:
-        """Learn from a finished step without prompt tokens: what it cost and what became of each row's draft."""
+        """Learn from a finished step without prompt tokens: what it cost and what became of each row's draft (rows
+        without one may be left out)."""
+        if not results and self._step % PLAIN_SAMPLE and self.costs.is_settled(num_tokens):
+            return
         self.costs.observe(num_tokens, verify_seconds)
         for kind, seconds in draft_seconds.items():
             self.costs.observe_draft(kind, sum(r.kind == kind and r.num_drafted > 0 for r in results), seconds)
