@@ -223,6 +223,7 @@ examples:
   lampejo bench
   lampejo bench --suite full --peer llama.cpp --report report.html
   lampejo bench --arms auto --categories editing,code --runs 3
+  lampejo bench --model qwen2.5-coder-1.5b --sections peers --peer llama.cpp
   lampejo bench --synthetic-acceptance 0.8,0.7,0.6 --json
 """
 

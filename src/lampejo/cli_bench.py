@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lampejo.sampling import check_number
 from lampejo.terminal import status
 from lampejo.weights.store import locate
 
+SECTIONS = ("process", "categories", "concurrency", "lengths", "verify", "peers")
 BUSY = 0.2  # cores; more than that of other work is told
 MEMORY_PROMPT, MEMORY_ANSWER = 1500, 64  # tokens of the answer whose process is weighed
 
@@ -38,6 +39,7 @@ class BenchOptions:
     suite: Suite
     arms: tuple[str, ...]
     categories: tuple[str, ...]
+    sections: tuple[str, ...] = SECTIONS
     peers: tuple[str, ...] = ()
     rates: tuple[float, ...] | None = None
     report: Path | None = None
@@ -70,6 +72,7 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
         suite=suite,
         arms=_names("--arms", args.arms, ARMS),
         categories=_names("--categories", args.categories, tuple(CATEGORIES)),
+        sections=_names("--sections", args.sections, SECTIONS),
         peers=tuple(args.peer or ()),
         rates=rates,
         report=None if args.report is None else Path(args.report),
@@ -94,7 +97,8 @@ def bench(options: BenchOptions) -> int:
     peers = [make_peer(spec, file, threads) for spec in options.peers]
     around, bystanders = machine(), Bystanders()
     results = Results()
-    _start(options, results)  # first: a fresh process is not to wait for memory that we hold
+    if "process" in options.sections:
+        _start(options, results)  # first: a fresh process is not to wait for memory that we hold
     loaded, config = options.model.load_parts()
     around["threads"] = torch.get_num_threads()
     arms = _possible(options.arms, loaded, results)
@@ -123,12 +127,18 @@ def bench(options: BenchOptions) -> int:
 
 
 def _sections(bench: Bench, options: BenchOptions, peers: Sequence[Peer]) -> None:
+    suite = options.suite
+    sections: dict[str, Callable[[], None]] = {
+        "categories": lambda: bench.categories(options.categories, suite),
+        "concurrency": lambda: bench.concurrency(suite, peers),
+        "lengths": lambda: bench.lengths(suite),
+        "verify": lambda: bench.verify_cost(suite),
+        "peers": lambda: bench.peers(suite, peers),
+    }
     bench.warm_up()
-    bench.categories(options.categories, options.suite)
-    bench.concurrency(options.suite, peers)
-    bench.lengths(options.suite)
-    bench.verify_cost(options.suite)
-    bench.peers(options.suite, peers)
+    for name, run in sections.items():
+        if name in options.sections:
+            run()
 
 
 def _start(options: BenchOptions, results: Results) -> None:

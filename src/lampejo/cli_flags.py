@@ -78,6 +78,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,...",
         help="chat, code, maths, prose, editing, tools, portuguese, languages (default: all)",
     )
+    group.add_argument(
+        "--sections",
+        metavar="A,B,...",
+        help="process (start and memory), categories, concurrency, lengths, verify, peers (default: all)",
+    )
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer by category (default: the suite's)")
     group.add_argument("--runs", type=int, metavar="N", help="rounds of everything (default: the suite's)")
     group.add_argument(

@@ -50,6 +50,14 @@ def test_without_json_the_tables_are_the_output(tiny, capsys):
     assert "answers, greedy" in out and "start to first token 1 s, peak memory 100 MB" in out
 
 
+def test_only_the_sections_asked_for_are_measured(tiny, capsys):
+    """A large model is slow: its peers can be measured without the rest, and what was not measured stays empty."""
+    assert main(["bench", "--sections", "verify,lengths", "--arms", "plain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verify_cost"] and found["prefill"]
+    assert not found["categories"] and not found["concurrency"] and found["peak_rss_mb"] is None
+
+
 def test_one_failed_request_makes_the_exit_code_one(tiny, capsys, monkeypatch):
     """V3."""
     honest = Bench.answer
@@ -91,6 +99,7 @@ def refuse(*_: object) -> None:
     [
         ("--arms plain,eagle", ["--arms", "eagle", "dflash"]),
         ("--categories poems", ["--categories", "poems", "prose"]),
+        ("--sections all", ["--sections", "all", "verify"]),
         ("--suite medium", ["--suite", "medium"]),
         ("--max-tokens 1", ["--max-tokens"]),
         ("--runs 0", ["--runs"]),
