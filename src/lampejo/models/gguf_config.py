@@ -75,7 +75,7 @@ def model_config_from_gguf(
         raise UserError(
             f"The GGUF file has {len(tokens)} tokens but {embedding[0]} embeddings.", "Fetch the file again."
         )
-    rope = _rope_from_gguf(keys, max_position, rope_factors, head_dim)
+    rope = rope_from_gguf(keys, max_position, rope_factors, head_dim)
     return checked(
         ModelConfig(
             architecture=arch,
@@ -100,7 +100,7 @@ def _same(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
-def _rope_from_gguf(keys: Keys, max_position: int, factors: Sequence[float] | None, head_dim: int) -> RopeConfig:
+def rope_from_gguf(keys: Keys, max_position: int, factors: Sequence[float] | None, head_dim: int) -> RopeConfig:
     theta = keys.number("rope.freq_base", DEFAULT_THETA)
     kind = keys.values.get("rope.scaling.type") or ("linear" if keys.has("rope.scale_linear") else "none")
     if factors is not None:
