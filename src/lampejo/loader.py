@@ -14,7 +14,8 @@ from lampejo.config import SPARE_TOKENS, EngineConfig
 from lampejo.errors import UserError
 from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.dflash import DFlash
-from lampejo.models.llama import Llama
+from lampejo.models.layers import Target
+from lampejo.models.targets import make_target
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu import set_threads as set_kernel_threads
 from lampejo.ops.cpu.fused import MAX_PAGE_SIZE, PackedEmbedding, PackedLinear
@@ -156,7 +157,7 @@ def _lacking(head_dim: int, page_size: int) -> str | None:
     return None if fits_kernels(head_dim, page_size) else f"the CPU kernels do not know pages of {page_size} tokens"
 
 
-def _packed_weights(target: Llama) -> str:
+def _packed_weights(target: Target) -> str:
     """How many of the target's matrices are held in which kind, like "q4: 210, q8: 1"."""
     layers: Any = target.model.layers  # fused ones, which are no modules
     parts: list[nn.Module] = [target, *(layer.layer for layer in layers)]
@@ -195,11 +196,11 @@ def without_drafts(loaded: Loaded) -> Loaded:
     return replace(loaded, speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)), info=info)
 
 
-def load_target(checkpoint: Checkpoint, packed_kind: int | None = None) -> Llama:
+def load_target(checkpoint: Checkpoint, packed_kind: int | None = None) -> Target:
     """The target with its weights in fp32; or packed for the CPU kernels, those that are stored as floats as
     ``packed_kind``."""
     with torch.device("meta"):
-        target = Llama(checkpoint.config)
+        target = make_target(checkpoint.config)
     expected = {name: tuple(p.shape) for name, p in target.named_parameters()}
     check_tensors(checkpoint, expected)
     tied = checkpoint.config.tie_word_embeddings

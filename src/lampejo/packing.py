@@ -7,8 +7,7 @@ from torch import nn
 
 from lampejo.errors import UserError
 from lampejo.models.dflash import DFlash
-from lampejo.models.layers import Linear, RMSNorm
-from lampejo.models.llama import Llama
+from lampejo.models.layers import Linear, RMSNorm, Target
 from lampejo.ops.cpu.fused import (
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
@@ -28,7 +27,7 @@ def fits_kernels(head_dim: int, page_size: int) -> bool:
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM and page_size % 8 == 0 and page_size <= MAX_PAGE_SIZE
 
 
-def pack_target(target: Llama, read: ReadMatrix, float_kind: int) -> None:
+def pack_target(target: Target, read: ReadMatrix, float_kind: int) -> None:
     """``target`` holds its norms and biases; ``read`` gives its matrices by their checkpoint names.
 
     ``float_kind`` tells how matrices that are stored as floats are packed.

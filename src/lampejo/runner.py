@@ -12,7 +12,7 @@ from lampejo import ops
 from lampejo.batch import Batch
 from lampejo.cache import BlockView, CausalView, PagedCache
 from lampejo.models.dflash import DFlash
-from lampejo.models.llama import Llama
+from lampejo.models.layers import Target
 from lampejo.request import Request
 from lampejo.sampling import gumbel_noise
 
@@ -28,7 +28,7 @@ class Runner:
 
     def __init__(
         self,
-        target: Llama,
+        target: Target,
         drafter: DFlash | None,
         num_pages: int,
         page_size: int,

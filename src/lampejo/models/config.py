@@ -7,7 +7,7 @@ The only place that translates ``config.json`` keys (GGUF metadata: ``gguf_confi
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lampejo.errors import UserError
 
@@ -81,6 +81,13 @@ class ModelConfig:
         """Layers with keys and values."""
         return self.num_layers - (len(self.delta_net.layers) if self.delta_net else 0)
 
+    @property
+    def ordinals(self) -> tuple[int, ...]:
+        """Each layer's place among the layers of its kind: attention, or Gated DeltaNet."""
+        recurrent = self.delta_net.layers if self.delta_net else ()
+        kinds = [layer in recurrent for layer in range(self.num_layers)]
+        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -104,6 +111,12 @@ class DrafterConfig:
     draft_vocab_size: int | None = None  # our extension: logits over a reduced vocabulary
     markov_rank: int | None = None  # our extension: a bias from the token before the slot
     target_name: str | None = None  # the target it was trained for, if recorded
+
+    # what targets differ in, and all DFlash drafters have in common
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+    attention_gate: ClassVar[bool] = False
+    norm_offset: ClassVar[bool] = False
 
 
 MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}  # config.json model_type -> our architecture

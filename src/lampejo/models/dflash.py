@@ -16,9 +16,9 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from lampejo import ops
+from lampejo.models import layers
 from lampejo.models.config import DrafterConfig
-from lampejo.models.layers import MLP, Attend, Linear, RMSNorm, Rope, Rotation
+from lampejo.models.layers import Attend, Linear, RMSNorm, Rope, Rotation
 
 
 class ContextStore(Protocol):
@@ -27,41 +27,9 @@ class ContextStore(Protocol):
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None: ...
 
 
-class Attention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def key_value(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H] -> k, v [T, G, D]; block rows and context go through the same projections."""
-        k = self.k_norm(self.k_proj(x).view(len(x), -1, self.head_dim))
-        return ops.rope(k, *rotation), self.v_proj(x).view(len(x), -1, self.head_dim)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
-        q = ops.rope(self.q_norm(self.q_proj(x).view(len(x), -1, self.head_dim)), *rotation)
-        k, v = self.key_value(x, rotation)
-        return self.o_proj(attend(layer, q, k, v).reshape(len(x), -1))
-
-
-class Layer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, layer, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
+class Layer(layers.Layer):
     def store_context(self, ctx: torch.Tensor, rotation: Rotation, layer: int, view: ContextStore) -> None:
+        assert self.self_attn is not None
         view.store(layer, *self.self_attn.key_value(ctx, rotation))
 
 
