@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from lampejo.errors import UserError
 from lampejo.models.gguf_config import hf_name
 from lampejo.weights.aliases import ALIASES
-from lampejo.weights.checkpoint import check_tensors, open_checkpoint, rotate_half_order
+from lampejo.weights.checkpoint import check_tensors, open_checkpoint
 from lampejo.weights.describe import describe
 from lampejo.weights.store import locate
+from lampejo.weights.tensors import rotate_half_order
 
 
 @pytest.fixture(scope="session")
@@ -273,11 +274,15 @@ def test_a_folder_with_one_gguf_opens_that_file(tmp_path):
 def test_gguf_names_map_one_to_one():
     """Fault: two names of the file fall on one of ours, and a tensor vanishes."""
     names = ["token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight", "blk.3.attn_q.bias"]
-    assert [hf_name(name) for name in names] == [
+    assert [hf_name(name, 4) for name in names] == [
         "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "rope_freqs.weight",
         "model.layers.3.self_attn.q_proj.bias",
     ]  # fmt: skip
-    assert hf_name("blk.x.attn_q.weight") == "blk.x.attn_q.weight" and hf_name("blk.0.ssm_a") == "blk.0.ssm_a"
+    assert [hf_name(name, 4) for name in ("blk.x.attn_q.weight", "blk.0.ssm_d", "x")] == [
+        "blk.x.attn_q.weight",
+        "blk.0.ssm_d",
+        "x",
+    ]
 
 
 def test_two_gguf_tensors_with_one_name_are_refused(tmp_path):

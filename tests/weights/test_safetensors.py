@@ -40,7 +40,7 @@ def test_shards_are_read_as_one(tmp_path):
     """Fault: a tensor taken from the wrong shard."""
     tensors = random_tensors(target_shapes())
     folder = SafetensorsFolder(write_folder(tmp_path / "m", tensors, HF_CONFIG, shards=3))
-    assert set(folder.names()) == set(tensors)
+    assert set(folder.tensors) == set(tensors)
     assert all(torch.equal(folder.read(name), tensor) for name, tensor in tensors.items())
     folder.close()
 

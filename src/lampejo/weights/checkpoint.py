@@ -16,11 +16,15 @@ from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, model_config_f
 from lampejo.models.gguf_config import hf_name, model_config_from_gguf
 from lampejo.ops.stored import Stored
 from lampejo.weights.files import damaged, read_json
-from lampejo.weights.gguf import GgufFile
+from lampejo.weights.fp8 import TYPE as FP8
+from lampejo.weights.fp8 import Fp8
+from lampejo.weights.gguf import GgufFile, dequantised
+from lampejo.weights.layout import Layout, compare_tensors, hub_name, skipped
 from lampejo.weights.safetensors import SafetensorsFolder
 from lampejo.weights.store import locate, model_name
+from lampejo.weights.tensors import Tensors
 
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FP8: "float8_e4m3"}
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_freqs\.weight")  # derived from the configuration
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -29,7 +33,8 @@ class Checkpoint:
     """An open checkpoint; use it as a context manager, or ``close()`` it.
 
     ``quantization`` is for people; ``eos_ids`` end an answer; ``generation_defaults`` are the publisher's sampling
-    parameters; ``metadata`` holds the GGUF values; ``folder`` is where ``tokenizer.json`` lies, if it is a folder.
+    parameters; ``metadata`` holds the GGUF values; ``folder`` is where ``tokenizer.json`` lies, if it is a folder;
+    ``skipped`` tells how many tensors are left alone, by kind ("vision", "MTP").
     """
 
     name: str
@@ -42,6 +47,7 @@ class Checkpoint:
     chat_template: str | None
     metadata: dict[str, Any]
     folder: Path | None
+    skipped: dict[str, int]
 
     def __init__(self, path: Path, name: str) -> None:
         """Open a ``.gguf`` file or a folder of safetensors; ``UserError`` for everything wrong with it."""
@@ -67,40 +73,34 @@ class Checkpoint:
         self.metadata = file.metadata
         shapes = {name: entry.shape for name, entry in file.tensors.items()}
         factors = None
-        if (shape := shapes.get("rope_freqs.weight")) is not None:
-            if math.prod(shape) > 1024:
-                raise damaged(self.path, f"its rope_freqs.weight has the shape {list(shape)}")
-            factors = file.read("rope_freqs.weight").flatten().tolist()
+        if (entry := file.tensors.get("rope_freqs.weight")) is not None:
+            if math.prod(entry.shape) > 1024:
+                raise damaged(self.path, f"its rope_freqs.weight has the shape {list(entry.shape)}")
+            factors = dequantised(entry.type, file.read_rows("rope_freqs.weight", 0, entry.num_rows)).flatten().tolist()
         self.config = model_config_from_gguf(file.metadata, shapes, factors)
-        self._names: dict[str, str] = {}
-        for name in file.tensors:
-            if hf_name(name) in self._names:
-                raise damaged(self.path, f"it has {hf_name(name)!r} twice")
-            self._names[hf_name(name)] = name
-        types = Counter(entry.type.name for entry in file.tensors.values())
-        self.quantization = _count_types(types)
+        self._lay_out(file, [(hf_name(name, self.config.num_layers), name) for name in file.tensors])
         keys = Keys(file.metadata, f"{self.path}, metadata")
         ends = [*keys.ids("tokenizer.ggml.eos_token_id"), *keys.ids("tokenizer.ggml.eot_token_id")]
         tokens = file.metadata.get("tokenizer.ggml.tokens")
-        if self.config.architecture == "qwen2" and isinstance(tokens, list) and "<|endoftext|>" in tokens:
+        if self.config.architecture.startswith("qwen") and isinstance(tokens, list) and "<|endoftext|>" in tokens:
             ends.append(tokens.index("<|endoftext|>"))  # Qwen's generation_config.json has both, GGUF keeps one
         self.eos_ids = self._check_ends(ends)
         self.chat_template = _template(file.metadata.get("tokenizer.chat_template"), self.path)
 
     def _describe_folder(self, folder: SafetensorsFolder, config: Mapping[str, Any]) -> None:
         self.format, self.folder, self.metadata = "safetensors", self.path, {}
-        self._names = {name: name for name in folder.names()}
-        types: Counter[str] = Counter()
-        for name in folder.names():
-            dtype = folder.entry(name).dtype
-            if dtype in _FLOATS:
-                types[_FLOATS[dtype]] += 1
-            elif not _HARMLESS.fullmatch(name):
+        fp8 = Fp8(folder, config)
+        scales = set(fp8.scales.values())
+        names = [(hub_name(name), name) for name in folder.tensors if name not in scales]
+        for ours, name in names:
+            kind = folder.tensors[name].type
+            readable = name in fp8.scales if kind == FP8 else kind in _FLOATS
+            if not readable and not _HARMLESS.fullmatch(ours) and not skipped(ours):
                 raise UserError(
-                    f"{self.path}: tensor {name!r} has type {dtype}, which is not supported.",
-                    f"Supported: {', '.join(_FLOATS.values())}.",
+                    f"{self.path}: tensor {name!r} has type {kind}, which is not supported.",
+                    f"Supported: {', '.join(_FLOATS.values())} with a scale per block.",
                 )
-        self.quantization = next(iter(types)) if len(types) == 1 else _count_types(types)
+        self._lay_out(folder, names, fp8)
         generation = read_json(self.path / "generation_config.json", required=False)
         ends = [*Keys(config, "config.json").ids("eos_token_id")]
         ends += Keys(generation, "generation_config.json").ids("eos_token_id")
@@ -114,47 +114,42 @@ class Checkpoint:
                 raise damaged(self.path, f"the end token {token} is outside the vocabulary of {self.config.vocab_size}")
         return tuple(dict.fromkeys(ids))
 
+    def _lay_out(
+        self, source: GgufFile | SafetensorsFolder, pairs: list[tuple[str, str]], fp8: Fp8 | None = None
+    ) -> None:
+        """``pairs`` of a hub name and the file's."""
+        names = dict(pairs)
+        if len(names) < len(pairs):
+            name = Counter(ours for ours, _ in pairs).most_common(1)[0][0]
+            raise damaged(self.path, f"it has {name!r} twice")
+        shapes = {name: entry.shape for name, entry in source.tensors.items()}
+        self._layout = Layout(str(self.path), names, shapes, self.config)
+        self._tensors = Tensors(source, self._layout, self.config, fp8)
+        self.skipped = self._layout.skipped
+        types = Counter(source.tensors[name].type for ours, name in names.items() if not skipped(ours))
+        if self.format == "safetensors":
+            types = Counter({_FLOATS.get(kind, kind): count for kind, count in types.items()})
+        self.quantization = next(iter(types)) if len(types) == 1 else _count_types(types)
+
     def tensor_names(self) -> list[str]:
         """Names as in hub checkpoints, e.g. ``model.layers.0.self_attn.q_proj.weight``."""
-        return list(self._names)
+        return list(self._layout.shapes)
 
     def info(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape (rows first) and type (``BF16``, ``Q4_1``, ...) of a tensor."""
-        if isinstance(self._source, GgufFile):
-            stored = self._source.tensors[self._names[name]]
-            return stored.shape, stored.type.name
-        entry = self._source.entry(name)
-        return entry.shape, entry.dtype
+        return self._tensors.info(name)
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A fresh contiguous tensor, dequantised, with heads in rotate-half order whatever the file's order is."""
-        if not isinstance(self._source, GgufFile):
-            return self._source.read(name).to(dtype)
-        tensor = self._source.read(self._names[name], dtype)
-        heads = self._interleaved_heads(name)
-        return rotate_half_order(tensor, heads) if heads else tensor
+        """A fresh contiguous tensor, dequantised. Also of a single expert (``weights/layout.py``)."""
+        return self._tensors.read(name, dtype)
 
     def stored(self, name: str) -> Stored:
-        """A matrix as the file has it, for packing: its bytes, and in which order they hold its rows."""
-        if not isinstance(self._source, GgufFile):
-            return Stored.of(self._source.read(name))
-        kind, data = self._source.read_raw(self._names[name])
-        shape = self.info(name)[0]
-        order = None
-        heads = self._interleaved_heads(name)
-        if heads:
-            order = torch.empty(shape[0], dtype=torch.int32)
-            order[rotate_half_order(torch.arange(shape[0]), heads)] = torch.arange(shape[0], dtype=torch.int32)
-        return Stored(kind, (shape[0], shape[1]), data, order)
+        """A matrix as the file has it, for packing; or that of a single expert."""
+        return self._tensors.stored(name)
 
-    def _interleaved_heads(self, name: str) -> int:
-        """The number of heads of a q or k projection whose rows the file interleaves, else 0."""
-        module = name.rpartition(".")[0]
-        if self.format == "safetensors" or self.config.architecture != "llama":
-            return 0
-        if module.endswith(".q_proj"):
-            return self.config.num_heads
-        return self.config.num_kv_heads if module.endswith(".k_proj") else 0
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of one shape hold the same values, rounded to bfloat16."""
+        return self._tensors.equal(first, second)
 
     def close(self) -> None:
         self._source.close()
@@ -178,16 +173,6 @@ def open_checkpoint(spec: str | Path) -> Checkpoint:
     return Checkpoint(path, model_name(spec, path))
 
 
-def rotate_half_order(tensor: Tensor, num_heads: int) -> Tensor:
-    """Undo the row order of llama GGUF files, which interleaves the two halves of each head.
-
-    ``[heads * head_dim, ...]``: row ``2 i + j`` of a head becomes row ``j * head_dim / 2 + i``.
-    """
-    rows = tensor.shape[0]
-    pairs = tensor.view(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse unknown, missing and misshapen tensors by name, before anything is read.
 
@@ -196,7 +181,7 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
     found = {name: checkpoint.info(name)[0] for name in checkpoint.tensor_names() if not _HARMLESS.fullmatch(name)}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head in found and head not in expected and embedding in found:
-        if not torch.equal(checkpoint.read(head, torch.bfloat16), checkpoint.read(embedding, torch.bfloat16)):
+        if found[head] != found[embedding] or not checkpoint.equal(head, embedding):
             raise UserError(
                 f"{checkpoint.path}: config.json ties the head to the embedding, but 'lm_head.weight' differs.",
                 "Set 'tie_word_embeddings' to false in config.json.",
@@ -205,22 +190,6 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
     kind = f"architecture {checkpoint.config.architecture}"
     remedy = f"It is incomplete or another kind of model; supported architectures: {', '.join(MODEL_TYPES)}."
     compare_tensors(str(checkpoint.path), kind, remedy, found, expected)
-
-
-def compare_tensors(
-    where: str, kind: str, remedy: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """``UserError`` naming the first differences between ``found`` and ``expected`` names and shapes."""
-    for what, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
-        if names:
-            listed = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise UserError(f"{where} ({kind}) {what} tensors: {listed}.", remedy)
-    for name, shape in expected.items():
-        if tuple(found[name]) != tuple(shape):
-            raise UserError(
-                f"{where} ({kind}): tensor {name!r} has shape {list(found[name])}, but must have {list(shape)}.",
-                "Weights and configuration do not belong together.",
-            )
 
 
 def _count_types(types: Counter[str]) -> str:

@@ -9,8 +9,9 @@ from torch import Tensor
 from lampejo.errors import UserError
 from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.drafter_config import drafter_config_from_hf, refuse_other_drafters
-from lampejo.weights.checkpoint import Checkpoint, compare_tensors
+from lampejo.weights.checkpoint import Checkpoint
 from lampejo.weights.files import read_json
+from lampejo.weights.layout import compare_tensors
 from lampejo.weights.safetensors import SafetensorsFolder
 from lampejo.weights.store import UnknownModel, locate
 
@@ -74,7 +75,7 @@ def open_drafter(
     refuse_other_drafters(raw)
     weights = SafetensorsFolder(folder)
     try:
-        shapes = {name: weights.entry(name).shape for name in weights.names()}
+        shapes = {name: entry.shape for name, entry in weights.tensors.items()}
         _refuse_families(folder, shapes)
         config = drafter_config_from_hf(raw, target_layer_ids)
         if config.mask_token_id in eos_ids:
@@ -82,7 +83,7 @@ def open_drafter(
         _check_fits(config, target, target_name)
         compare_tensors(str(folder), "DFlash drafter", _REMEDY, shapes, drafter_shapes(config))
         for name in shapes:
-            dtype = weights.entry(name).dtype
+            dtype = weights.tensors[name].type
             if dtype not in (("I32", "I64") if name == "draft_token_ids" else ("BF16", "F16", "F32")):
                 raise UserError(f"{folder}: tensor {name!r} has type {dtype}, which is not supported.", _REMEDY)
         tensors = {name: weights.read(name) for name in shapes}

@@ -5,6 +5,8 @@ instead of a SIGBUS.
 """
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +16,21 @@ from torch import Tensor
 from lampejo.errors import UserError
 
 _MAX_JSON = 64 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in its file. ``type`` is the name that the formats use: BF16, F8_E4M3, Q4_K, ..."""
+
+    type: str
+    shape: tuple[int, ...]  # rows first, as in torch (GGUF stores the reverse)
+    offset: int  # from the start of the file
+    num_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        """A tensor counts as a matrix of its last dimension."""
+        return math.prod(self.shape[:-1])
 
 
 def damaged(path: Path, what: str) -> UserError:
@@ -44,6 +61,35 @@ def read_bytes(file: BinaryIO, path: Path, offset: int, num_bytes: int) -> Tenso
             raise damaged(path, "it became shorter while it was read")
         done += count
     return data
+
+
+class TensorFile:
+    """An open file with a checked table of contents, ``tensors``."""
+
+    tensors: dict[str, Entry]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open_file(path)
+        try:
+            self._walk()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _walk(self) -> None:
+        """Fills ``tensors``."""
+        raise NotImplementedError
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor as they stand in the file, [stop - start, bytes of a row], uint8."""
+        entry = self.tensors[name]
+        row_bytes = entry.num_bytes // max(entry.num_rows, 1)
+        offset, num_bytes = entry.offset + start * row_bytes, (stop - start) * row_bytes
+        return read_bytes(self._file, self.path, offset, num_bytes).view(stop - start, row_bytes)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def parse_json(text: bytes, path: Path, what: str = "it") -> dict[str, Any]:

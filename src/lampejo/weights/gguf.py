@@ -6,7 +6,6 @@ The package's own ``GGUFReader`` maps the file without bounds checks, keeps it m
 
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from lampejo.errors import UserError
-from lampejo.weights.files import damaged, open_file, read_bytes
+from lampejo.weights.files import Entry, TensorFile, damaged, read_bytes
 
 SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _MAX_METADATA = 256 << 20
@@ -24,19 +23,8 @@ _MAX_STRING = 64 << 20
 _MAX_ITEMS = 1 << 22
 _MAX_ENTRIES = 1 << 17  # metadata values, tensors
 _MAX_DIMS = 4
-_CHUNK = 1 << 22  # elements dequantised at a time, so that peak memory stays near the result's own size
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies. ``shape`` is rows first, as in torch (the file stores the reverse)."""
-
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int  # from the start of the file
-    num_bytes: int
 
 
 class _Cursor:
@@ -96,17 +84,8 @@ class _Cursor:
         return _SCALARS[kind]
 
 
-class GgufFile:
+class GgufFile(TensorFile):
     """One open file: ``metadata`` as plain Python values, ``tensors`` by their GGUF names."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = open_file(path)
-        try:
-            self._walk()
-        except BaseException:
-            self._file.close()
-            raise
 
     def _walk(self) -> None:
         cursor = _Cursor(self._file, self.path, self.path.stat().st_size)
@@ -165,26 +144,10 @@ class GgufFile:
         if any(not 1 <= dim < 1 << 48 for dim in dims) or dims[0] % per_block or offset % alignment:
             raise damaged(self.path, f"{what} has impossible sizes {dims} or offset {offset}")
         num_bytes = math.prod(dims) // per_block * block_bytes
-        return name, Entry(ggml_type, tuple(reversed(dims)), offset, num_bytes)
+        return name, Entry(ggml_type.name, tuple(reversed(dims)), offset, num_bytes)
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Dequantise one tensor: fresh, contiguous, of the entry's shape."""
-        entry = self.tensors[name]
-        row = entry.shape[-1]
-        per_block, block_bytes = GGML_QUANT_SIZES[entry.type]
-        data = read_bytes(self._file, self.path, entry.offset, entry.num_bytes).numpy()
-        rows = data.reshape(-1, row // per_block * block_bytes)
-        result = torch.empty(len(rows), row, dtype=dtype)
-        step = max(_CHUNK // row, 1)
-        with np.errstate(all="ignore"):  # infinities in a damaged file's scales are the loader's business, not numpy's
-            for i in range(0, len(rows), step):
-                result[i : i + step] = torch.from_numpy(dequantize(rows[i : i + step], entry.type))
-        return result.view(entry.shape)
 
-    def read_raw(self, name: str) -> tuple[int, Tensor]:
-        """GGUF type number and the bytes of one tensor, uint8, as they stand in the file."""
-        entry = self.tensors[name]
-        return int(entry.type), read_bytes(self._file, self.path, entry.offset, entry.num_bytes)
-
-    def close(self) -> None:
-        self._file.close()
+def dequantised(kind: str, rows: Tensor) -> Tensor:
+    """uint8 [n, bytes of a row] of the GGUF type ``kind`` -> fp32 [n, columns]."""
+    with np.errstate(all="ignore"):  # infinities in a damaged file's scales are the loader's business, not numpy's
+        return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))

@@ -1,14 +1,13 @@
 """Reads safetensors, one file or shards with an index. Trusts nothing: every number is checked before it is used."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lampejo.errors import UserError
-from lampejo.weights.files import damaged, open_file, parse_json, read_bytes, read_json
+from lampejo.weights.files import Entry, TensorFile, damaged, parse_json, read_bytes, read_json
 
 _MAX_HEADER = 16 << 20  # the largest real ones have about 1 MiB
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
@@ -16,29 +15,10 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, 
 READABLE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "I64": torch.int64}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies in its file."""
+class SafetensorsFile(TensorFile):
+    """One open file."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # from the start of the file
-    num_bytes: int
-
-
-class SafetensorsFile:
-    """One open file; ``tensors`` is its checked table of contents."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = open_file(path)
-        try:
-            self.tensors = self._read_header()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _read_header(self) -> dict[str, Entry]:
+    def _walk(self) -> None:
         size = self.path.stat().st_size
         if size < 10:
             raise damaged(self.path, f"{size} bytes are too few for a safetensors file")
@@ -55,7 +35,7 @@ class SafetensorsFile:
             end += entry.num_bytes
         if end != size:
             raise damaged(self.path, f"its tensors need {end} bytes, the file has {size}")
-        return entries
+        self.tensors = entries
 
     def _entry(self, name: str, value: object, start: int) -> Entry:
         keys = value if isinstance(value, dict) else {}
@@ -73,19 +53,12 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """A fresh tensor in the file's own type; ``UserError`` for types that we do not read."""
         entry = self.tensors[name]
-        if entry.dtype not in READABLE:
+        if entry.type not in READABLE:
             raise UserError(
-                f"{self.path}: tensor {name!r} has type {entry.dtype}, which is not supported.",
+                f"{self.path}: tensor {name!r} has type {entry.type}, which is not supported.",
                 f"Supported: {', '.join(READABLE)}.",
             )
-        return (
-            read_bytes(self._file, self.path, entry.offset, entry.num_bytes)
-            .view(READABLE[entry.dtype])
-            .view(entry.shape)
-        )
-
-    def close(self) -> None:
-        self._file.close()
+        return self.read_rows(name, 0, entry.num_rows).flatten().view(READABLE[entry.type]).view(entry.shape)
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
@@ -99,6 +72,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
+        self.tensors: dict[str, Entry] = {}
         self._files: list[SafetensorsFile] = []
         self._where: dict[str, SafetensorsFile] = {}
         try:
@@ -134,15 +108,14 @@ class SafetensorsFolder:
                 if name in self._where:
                     raise damaged(path, f"tensor {name!r} lies in {self._where[name].path.name} too")
                 self._where[name] = file
+            self.tensors |= file.tensors
         for name, file_name in index.items():
             if name not in self._where or self._where[name].path.name != file_name:
                 raise damaged(index_path, f"tensor {name!r} is not in {file_name}, as it says")
 
-    def names(self) -> list[str]:
-        return list(self._where)
-
-    def entry(self, name: str) -> Entry:
-        return self._where[name].tensors[name]
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor as they stand in the file, uint8."""
+        return self._where[name].read_rows(name, start, stop)
 
     def read(self, name: str) -> Tensor:
         """A fresh tensor in the file's own type."""

@@ -42,20 +42,19 @@ class PackedMatrix:
         kind = _KIND_OF_TYPE.get(stored.type, float_kind)
         self.data = torch.zeros(LIBRARY.lampejo_packed_bytes(kind, num_out, num_in), dtype=torch.uint8)
         self.bias = None if bias is None else bias.float().contiguous()
-        order = stored.row_order
-        failed = LIBRARY.lampejo_pack(
-            kind,
-            self.data.data_ptr(),
-            num_out,
-            num_in,
-            stored.type,
-            stored.data.data_ptr(),
-            None if order is None else order.data_ptr(),
-        )
-        if failed == -2:
-            raise UserError("A weight matrix holds NaN or infinity.", "The file is damaged; fetch it again.")
-        if failed:
-            raise UserError(f"GGUF type {stored.type} cannot be packed.", "Use the reference operations.")
+        order = torch.arange(num_out, dtype=torch.int32) if stored.row_order is None else stored.row_order
+        done = 0
+        for rows in stored.chunks():
+            packed, places = self.data.data_ptr(), order[done : done + len(rows)]
+            failed = LIBRARY.lampejo_pack(
+                kind, packed, len(rows), num_in, stored.type, rows.data_ptr(), places.data_ptr()
+            )
+            if failed == -2:
+                raise UserError("A weight matrix holds NaN or infinity.", "The file is damaged; fetch it again.")
+            if failed:
+                raise UserError(f"GGUF type {stored.type} cannot be packed.", "Use the reference operations.")
+            done += len(rows)
+        assert done == num_out, (done, num_out)
         bias_pointer = None if self.bias is None else self.bias.data_ptr()
         self.c = CMatrix(self.data.data_ptr(), kind, num_out, num_in, bias_pointer)
         self.pointer = ctypes.addressof(self.c)
