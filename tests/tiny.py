@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
-from lampejo.models.config import DrafterConfig, ModelConfig, RopeConfig
+from lampejo.models import targets
+from lampejo.models.config import DeltaNetConfig, DrafterConfig, ExpertsConfig, ModelConfig, RopeConfig
 from lampejo.models.dflash import DFlash
-from lampejo.models.llama import Llama
+from lampejo.models.layers import Target
 from lampejo.ops.cpu.fused import PackedLinear
 from lampejo.ops.cpu.library import Q8
 from lampejo.ops.stored import Stored
@@ -34,6 +36,33 @@ TINY = ModelConfig(
     max_context=6000,
     tie_word_embeddings=True,
 )
+TINY_QWEN3 = replace(TINY, architecture="qwen3", qk_norm=True)
+TINY_MOE = replace(
+    TINY_QWEN3,
+    architecture="qwen3_moe",
+    experts=ExpertsConfig(num_experts=8, num_active=3, intermediate_size=24, dense_layers=(1,)),
+)
+# Three layers of Gated DeltaNet to one of attention, as in the releases; value heads more than key heads, and larger.
+TINY_HYBRID = replace(
+    TINY_QWEN3,
+    architecture="qwen3_5",
+    head_dim=16,
+    rotary_dim=4,
+    attention_gate=True,
+    norm_offset=True,
+    delta_net=DeltaNetConfig(
+        layers=(0, 1, 2), num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=16, conv_size=4
+    ),
+)
+TINY_HYBRID_MOE = replace(
+    TINY_HYBRID,
+    architecture="qwen3_5_moe",
+    experts=ExpertsConfig(num_experts=8, num_active=3, intermediate_size=24, shared_intermediate_size=40),
+)
+TINY_NEXT = replace(TINY_HYBRID_MOE, architecture="qwen3_next")
+TINY_TARGETS = {
+    config.architecture: config for config in (TINY, TINY_QWEN3, TINY_MOE, TINY_NEXT, TINY_HYBRID, TINY_HYBRID_MOE)
+}  # one of each architecture
 TINY_DRAFTER = DrafterConfig(
     block_size=6,
     mask_token_id=96,
@@ -55,21 +84,24 @@ EOS = 1
 
 
 def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Weights large enough that the model's choices vary with its input, norms near one."""
+    """Weights large enough that the model's choices vary with its input, norms near one, memories of all lengths."""
     generator = torch.Generator().manual_seed(seed)
+    offset = {f"{name}.weight" for name, part in module.named_modules() if getattr(part, "offset", False)}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(False)
         if name.endswith("norm.weight"):
-            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_((name not in offset) + 0.1 * torch.randn(parameter.shape, generator=generator))
+        elif name.endswith("A_log"):  # a head forgets by a factor of exp(-A * softplus(...)) per token
+            parameter.copy_((0.01 + torch.rand(parameter.shape, generator=generator)).log())
         else:
             scale = 1.0 if "embed" in name or "predecessor" in name else 1.5 / parameter.shape[-1] ** 0.5
             parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return module
 
 
-def make_target(config: ModelConfig = TINY, seed: int = 0, packed: bool = False) -> Llama:
+def make_target(config: ModelConfig = TINY, seed: int = 0, packed: bool = False) -> Target:
     """``packed``: in 8 bits, on the CPU kernels."""
-    target = Llama(config)
+    target = targets.make_target(config)
     randomise(target, seed)
     if packed:
         weights = dict(target.named_parameters())
@@ -88,7 +120,7 @@ def make_drafter(config: DrafterConfig = TINY_DRAFTER, seed: int = 1, packed: bo
     return drafter
 
 
-def is_packed(target: Llama) -> bool:
+def is_packed(target: Target) -> bool:
     return isinstance(target.lm_head, PackedLinear)
 
 
@@ -122,7 +154,7 @@ def make_request(prompt_ids: Sequence[int], stops: StopParams | None = None, **s
 
 
 def make_engine(
-    target: Llama,
+    target: Target,
     drafters: Sequence[Drafter] = (),
     drafter: DFlash | None = None,
     eos_ids: Sequence[int] = (EOS,),
