@@ -128,3 +128,23 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
     """Label and value, aligned."""
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three digits, or what is needed before the point; "-" for what is not known."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first to the left, all others to the right."""
+    table = [[str(cell) for cell in row] + [""] * (len(heads) - len(row)) for row in [heads, *rows]]
+    widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
+    lines = [
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])

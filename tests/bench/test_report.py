@@ -9,7 +9,8 @@ import pytest
 from lampejo.bench import plots
 from lampejo.bench.measure import Results
 from lampejo.bench.page import make_page
-from lampejo.bench.report import as_object, columns, number, terminal, times, verify_cost
+from lampejo.bench.report import as_object, terminal, times, verify_cost
+from lampejo.terminal import columns, number
 from tiny_bench import MACHINE, MODEL, made_results
 
 KEYS = [

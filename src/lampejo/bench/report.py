@@ -5,6 +5,7 @@ from typing import Any
 
 from lampejo.bench.measure import Results
 from lampejo.bench.stats import median, rounded, spread, with_sampled
+from lampejo.terminal import columns, number
 
 
 def as_object(results: Results, machine: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,29 +200,9 @@ def _speed(one: Mapping[str, Any] | None) -> str:
     return f"{number(one['tok_per_s'])} ({times(one['speedup'])})" if one["speedup"] != 1 else number(one["tok_per_s"])
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Three digits, or what is needed before the point; "-" for what is not known."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
 def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
 def _give_or_take(value: float | None) -> str:
     return "" if value is None else f" ±{value:.0%}"
-
-
-def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left, all others to the right."""
-    table = [[str(cell) for cell in row] + [""] * (len(heads) - len(row)) for row in [heads, *rows]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
-    lines = [
-        "  ".join(
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-    return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])
