@@ -24,6 +24,7 @@ from lampejo.request import Request, StopParams
 from lampejo.runner import VerifyOutput
 from lampejo.sampling import SamplingParams
 from lampejo.speculate import NGRAM_MAX_WIDTH, Drafter, Speculator
+from lampejo.states import Save
 from lampejo.tokenizer import Tokenizer
 from lampejo.width import WidthController
 from tiny import EOS, TINY_DRAFTER, ScriptedDrafter, make_drafter, make_target
@@ -45,6 +46,7 @@ class ScriptedRunner:
         self.target = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
         self.vocab_size = vocab_size
         self.page_size = page_size
+        self.num_state_slots = 0
         self.slots: list[int | None] = [None] * (num_pages * page_size)
         self.num_steps = 0
 
@@ -71,6 +73,9 @@ class ScriptedRunner:
                     logits[num_done] = torch.as_tensor(said)
                 num_done += 1
         return VerifyOutput(logits, torch.empty(len(batch.ids), 0))
+
+    def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
+        assert not any(saves), "the target has no state"
 
 
 def random_target(seed: int = 0) -> Target:

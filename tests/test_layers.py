@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "config",
     "ngram",
+    "states",
     "pages",
     "width",
     "sampling",
@@ -29,7 +30,6 @@ ORDER = [
     "ops.cpu",
     "ops.cpu.fused",
     "batch",
-    "cache",
     "models",
     "models.config",
     "models.gguf_config",
@@ -41,6 +41,7 @@ ORDER = [
     "models.qwen3_5",
     "models.targets",
     "models.dflash",
+    "cache",
     "packing",
     "runner",
     "speculate",
@@ -128,7 +129,7 @@ def test_imports_point_only_downward(name):
     assert {other for other in imports_of(name) if other in FILES} <= below
 
 
-@pytest.mark.parametrize("name", ["scheduler", "pages", "ngram", "width"])
+@pytest.mark.parametrize("name", ["scheduler", "pages", "states", "ngram", "width"])
 def test_the_host_part_of_the_engine_does_not_import_torch(name):
     """Design principle 8: host code is pure Python."""
     assert "torch" not in imports_of(name)

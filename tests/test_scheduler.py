@@ -32,13 +32,13 @@ def request_of(num_prompt: int, first_id: int = 2, max_tokens: int | None = None
 def play(scheduler: Scheduler, plan: Sequence[ScheduledRow], num_accepted: int = 0) -> None:
     """What the engine does with a plan: each row that reaches its end gets its accepted drafts and one token more."""
     for row in plan:
-        request = row.request
+        request, before = row.request, row.request.num_computed
         if row.wants_logits:
             request.ids += [1] * (min(num_accepted, row.width) + 1)
             request.num_computed = len(request.ids) - 1
         else:
             request.num_computed += row.num_known
-        scheduler.committed(request)
+        scheduler.committed(row, request.num_computed - before)
 
 
 def step(scheduler: Scheduler, width: int = 0, num_accepted: int = 0) -> list[ScheduledRow]:

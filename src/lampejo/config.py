@@ -13,7 +13,8 @@ class EngineConfig:
     """How one engine runs. ``None`` means "decide at load" and is filled by ``resolve``.
 
     max_context: tokens of prompt and answer together; max_rows: requests decoded at once; token_budget: most tokens
-    of one step, which bounds a prefill chunk; num_pages pages of page_size tokens hold all keys and values; width: a
+    of one step, which bounds a prefill chunk; num_pages pages of page_size tokens hold all keys and values; a target
+    with recurrent layers has room for the states of max_rows requests and of num_snapshots cached prefixes; width: a
     fixed number of drafted tokens per step, None lets the controller choose; ops: "cpu" (the kernels), "reference", or
     "auto"; quantize: how the CPU kernels hold weights that the checkpoint stores as floats, "q8" (the choice of None),
     "q4", or "none" (fp32 on the reference operations). Weights that are quantised already keep their codes, or go to 8
@@ -28,6 +29,7 @@ class EngineConfig:
     token_budget: int = 512
     page_size: int = 32
     num_pages: int | None = None
+    num_snapshots: int = 16
     width: int | None = None
     ops: str = "auto"
     quantize: str | None = None
@@ -58,6 +60,8 @@ class EngineConfig:
             raise UserError(f"page_size is {self.page_size}; it must divide {LARGEST_PAGE}.")
         if self.max_rows < 1 or self.token_budget < self.max_rows:
             raise UserError("max_rows must be at least 1, and token_budget at least max_rows.")
+        if self.num_snapshots < 0:
+            raise UserError(f"num_snapshots is {self.num_snapshots}; it must be 0 or more.")
         full_request = -(-max_context // self.page_size)
         # One request of full length always fits, and beside it as much again, within reason, for others and for cached
         # prefixes.

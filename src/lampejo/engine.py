@@ -11,6 +11,7 @@ from lampejo.request import Request, TokenDelta, advance
 from lampejo.runner import Runner
 from lampejo.scheduler import Scheduler
 from lampejo.speculate import Speculator
+from lampejo.states import Save, StatePool
 
 
 class Engine:
@@ -23,7 +24,9 @@ class Engine:
         self.max_context = config.max_context
         self.page_size = config.page_size
         self.eos_ids = tuple(eos_ids)
-        self.pool = PagePool(config.num_pages, config.page_size)
+        num_slots = runner.num_state_slots
+        assert num_slots == 0 or num_slots >= config.max_rows, (num_slots, config.max_rows)
+        self.pool = PagePool(config.num_pages, config.page_size, StatePool(num_slots) if num_slots else None)
         self.scheduler = Scheduler(self.pool, config.max_rows, config.token_budget, config.max_context)
 
     @property
@@ -48,16 +51,20 @@ class Engine:
         out = self.runner.verify(batch)
         verdicts = accept(out.logits, batch.verify_rows)
         verify_seconds = time.perf_counter() - started
-        deltas, num_committed = self._advance(batch, verdicts)
+        deltas, num_committed, saves = self._advance(batch, verdicts)
+        self.runner.commit(out, num_committed, saves)
         self.speculator.observe(batch, out.taps, verdicts, num_committed, verify_seconds)
         for delta in deltas:
             if delta.finish_reason:
                 self._forget(delta.request)
         return deltas
 
-    def _advance(self, batch: Batch, verdicts: list[Verdict]) -> tuple[list[TokenDelta], list[int]]:
-        """Commits every row's part. Returns the deltas, and per row how many tokens of its segment are committed."""
-        deltas, num_committed = [], []
+    def _advance(
+        self, batch: Batch, verdicts: list[Verdict]
+    ) -> tuple[list[TokenDelta], list[int], list[Sequence[Save]]]:
+        """Commits every row's part. Returns the deltas, and per row how many tokens of its segment are committed and
+        which recurrent states are to be saved."""
+        deltas, num_committed, saves = [], [], []
         remaining = iter(verdicts)
         for row, draft in zip(batch.rows, batch.drafts, strict=True):
             request, before = row.request, row.request.num_computed
@@ -68,8 +75,8 @@ class Engine:
             else:
                 request.num_computed += row.num_known
             num_committed.append(request.num_computed - before)
-            self.scheduler.committed(request)
-        return deltas, num_committed
+            saves.append(self.scheduler.committed(row, num_committed[-1]))
+        return deltas, num_committed, saves
 
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)

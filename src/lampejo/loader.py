@@ -26,7 +26,7 @@ from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
 from lampejo.tokenizer import Tokenizer, load_tokenizer
 from lampejo.weights.checkpoint import Checkpoint, check_tensors, open_checkpoint
-from lampejo.weights.describe import kv_bytes_per_token
+from lampejo.weights.describe import kv_bytes_per_token, state_bytes
 from lampejo.weights.drafters import find_drafter, open_drafter
 from lampejo.width import WidthController
 
@@ -70,10 +70,12 @@ def load_model(
         _check_width(config.width, drafter, opened[0] if opened else None)
         kv_dtype = kv_dtype_of(packed_kind)
         cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([opened[0]] if opened else [])]
-        _check_memory(config, sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached))
+        bytes_per_token = sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached)
+        _check_memory(config, bytes_per_token, state_bytes(checkpoint.config))
         dflash = build_drafter(*opened, packed_pages) if opened else None
         target = load_target(checkpoint, packed_kind)
-        runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype)
+        num_state_slots = config.max_rows + config.num_snapshots
+        runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype, num_state_slots)
         speculator = _speculator(drafter, runner, config)
         info = {
             "model": checkpoint.name,
@@ -91,6 +93,7 @@ def load_model(
             "page_size": config.page_size,
             "max_context": config.max_context,
             "kv_bytes_per_token": runner.bytes_per_token,
+            "state_bytes_per_request": runner.bytes_per_state,
         }
         loaded = Loaded(
             runner=runner,
@@ -167,13 +170,20 @@ def _packed_weights(target: Target) -> str:
     return ", ".join(f"{kind}: {counts[kind]}" for kind in sorted(counts))
 
 
-def _check_memory(config: EngineConfig, bytes_per_token: int) -> None:
-    """Refuses a pool that surely cannot be held. Its pages are touched as needed: less may do or may not."""
+def _check_memory(config: EngineConfig, bytes_per_token: int, bytes_per_state: int) -> None:
+    """Refuses caches that surely cannot be held. Pages and states are touched as needed: less may do or may not."""
     assert config.num_pages is not None
-    needed, memory = config.num_pages * config.page_size * bytes_per_token, _total_memory()
+    states = (config.max_rows + config.num_snapshots) * bytes_per_state
+    needed, memory = config.num_pages * config.page_size * bytes_per_token + states, _total_memory()
     if memory is None or needed <= memory:
         return
-    room = memory // 2 // bytes_per_token  # half of the memory, beside weights and others
+    if states > memory // 2:
+        raise UserError(
+            f"Recurrent states of {config.max_rows} requests and {config.num_snapshots} cached prefixes would take "
+            f"{states / 1e9:,.1f} GB; this machine has {memory / 1e9:,.1f} GB.",
+            "Choose a smaller max_rows or num_snapshots (EngineConfig).",
+        )
+    room = (memory // 2 - states) // bytes_per_token  # half of the memory, beside weights and others
     context = max(room // 2, room - SPARE_TOKENS, 2)
     raise UserError(
         f"Keys and values of {config.max_context} tokens of context, with room for cached prefixes, would take "

@@ -1,10 +1,13 @@
 """Pages of the key-value cache: who owns which, and which hold a prefix that a later request can reuse.
 
 Pure bookkeeping over page numbers. The pools of the target and of the drafter are indexed by the same numbers, so that
-one page table, and one prefix hit, serves both.
+one page table, and one prefix hit, serves both. If the target has recurrent layers, a prefix can be reused up to a page
+with a snapshot of their state at its end (``states``).
 """
 
 from collections.abc import Sequence
+
+from lampejo.states import StatePool
 
 # Every page is in exactly one of these states:
 #
@@ -27,8 +30,10 @@ Key = tuple[int, tuple[int, ...]]
 class PagePool:
     """Allocates pages of ``page_size`` tokens, and finds those that already hold the beginning of a text."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, states: StatePool | None = None) -> None:
+        """``states``: of a target with recurrent layers."""
         assert num_pages > 0 and page_size > 0
+        self.states = states
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_queried_tokens = 0  # tokens that `match` was asked about ...
@@ -52,10 +57,27 @@ class PagePool:
         return 1 - self.num_free / self.num_pages
 
     def match(self, ids: Sequence[int]) -> list[int]:
-        """Take a reference on each page of the longest cached prefix of ``ids``, and return them in order.
+        """Take a reference on each page of the longest cached prefix of ``ids`` that a request can continue from, and
+        return them in order.
 
         The last token is never covered: a step needs at least one token to compute.
         """
+        pages = self.find(ids)
+        if self.states is not None:
+            while pages and self.states.find(self._names[pages[-1]]) is None:
+                pages.pop()
+            if pages:
+                self.states.use(self._names[pages[-1]])
+        for page in pages:
+            self._refcounts[page] += 1
+            self._evictable.pop(page, None)
+        self.num_queried_tokens += len(ids)
+        self.num_hit_tokens += len(pages) * self.page_size
+        return pages
+
+    def find(self, ids: Sequence[int]) -> list[int]:
+        """The pages of the longest cached prefix of ``ids`` but for its last token, whether or not it can be continued
+        from. Takes nothing."""
         pages: list[int] = []
         name = ROOT
         for i in range((len(ids) - 1) // self.page_size):
@@ -64,12 +86,11 @@ class PagePool:
                 break
             pages.append(bearers[0])
             name = self._names[bearers[0]]
-        for page in pages:
-            self._refcounts[page] += 1
-            self._evictable.pop(page, None)
-        self.num_queried_tokens += len(ids)
-        self.num_hit_tokens += len(pages) * self.page_size
         return pages
+
+    def name_at(self, pages: Sequence[int], num_tokens: int) -> int:
+        """Name of the page that ends with the text's token number ``num_tokens``, a multiple of the page size."""
+        return self._names[pages[num_tokens // self.page_size - 1]]
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Give ``num_pages`` fresh pages, evicting the longest unused if need be; None, and no change, if too many."""
@@ -144,6 +165,9 @@ class PagePool:
                 assert eviction_order.get(name, self.num_pages) < eviction_order[key[0]], (
                     "would be evicted before its end"
                 )
+        if self.states is not None:
+            self.states.check_integrity()
+            assert all(name in known and name != ROOT for name in self.states.names), "a snapshot of no cached page"
 
     def _key(self, name: int, ids: Sequence[int], i: int) -> Key:
         return name, tuple(ids[i * self.page_size : (i + 1) * self.page_size])
@@ -168,6 +192,8 @@ class PagePool:
         self._bearers[key].remove(page)
         if not self._bearers[key]:
             del self._bearers[key]
+            if self.states is not None:
+                self.states.drop(self._names[page])
         self._keys[page] = None
         self._names[page] = ROOT
 

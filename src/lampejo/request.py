@@ -15,6 +15,7 @@ from typing import Protocol
 from lampejo.accept import TokenLogprobs, Verdict
 from lampejo.errors import UserError
 from lampejo.sampling import History, SamplingParams, check_number
+from lampejo.states import RowState
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Request:
 
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list, init=False)
+    state: RowState | None = field(default=None, init=False)  # while it has a row, if the target has recurrent layers
     num_computed: int = field(default=0, init=False)
     num_cached: int | None = field(default=None, init=False)  # None until it is first scheduled
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)

@@ -10,17 +10,19 @@ import torch
 
 from lampejo import ops
 from lampejo.batch import Batch
-from lampejo.cache import BlockView, CausalView, PagedCache
+from lampejo.cache import BlockView, CausalView, HybridView, PagedCache, StateCache
 from lampejo.models.dflash import DFlash
 from lampejo.models.layers import Target
 from lampejo.request import Request
 from lampejo.sampling import gumbel_noise
+from lampejo.states import Save
 
 
 @dataclass(frozen=True)
 class VerifyOutput:
     logits: torch.Tensor  # [L, V]
     taps: torch.Tensor  # [T, num_taps * H]
+    view: HybridView | None = None  # of a target with recurrent layers: what a commit needs
 
 
 class Runner:
@@ -33,8 +35,10 @@ class Runner:
         num_pages: int,
         page_size: int,
         kv_dtype: torch.dtype | None = None,
+        num_state_slots: int = 1,
     ) -> None:
-        """``kv_dtype``: of cached keys and values, None: as the weights."""
+        """``kv_dtype``: of cached keys and values, None: as the weights. ``num_state_slots``: for the states of rows
+        and for snapshots, if the target has recurrent layers."""
         self.target = target
         self.drafter = drafter
         weight = target.model.norm.weight
@@ -43,8 +47,16 @@ class Runner:
         self.page_size = page_size
         config = target.config
         self.cache = PagedCache(
-            config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, kv_dtype, self.device
+            config.num_attention_layers,
+            num_pages,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            kv_dtype,
+            self.device,
         )
+        delta_net = config.delta_net
+        self.states = None if delta_net is None else StateCache(delta_net, num_state_slots, self.device)
         if drafter is None:
             return
         draft = drafter.config
@@ -66,15 +78,34 @@ class Runner:
         drafter_bytes = self.context_cache.bytes_per_token if self.drafter else 0
         return self.cache.bytes_per_token + drafter_bytes
 
+    @property
+    def num_state_slots(self) -> int:
+        """For the states of recurrent layers, 0 if the target has none."""
+        return self.states.num_slots if self.states else 0
+
+    @property
+    def bytes_per_state(self) -> int:
+        """What a request takes beside its tokens, and each snapshot in the prefix cache: recurrent layers' state."""
+        return self.states.bytes_per_slot if self.states else 0
+
     @torch.inference_mode()
     def verify(self, batch: Batch) -> VerifyOutput:
-        """One pass of the target over all tokens of a step; writes their keys and values."""
+        """One pass of the target over all tokens of a step; writes their keys and values. Recurrent states move along
+        with rows without drafts, which are committed whole; the others wait for ``commit``."""
         tap_layers = self.drafter.config.target_layer_ids if self.drafter else ()
-        view = CausalView(self.cache, batch.segments, batch.slots)
+        hybrid = HybridView(self.cache, self.states, batch) if self.states else None
+        view = hybrid or CausalView(self.cache, batch.segments, batch.slots)
         hidden, taps = self.target(batch.ids, batch.positions, view, tap_layers)
         if len(batch.logit_index) == 0:
-            return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps)
-        return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps)
+            return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps, hybrid)
+        return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps, hybrid)
+
+    @torch.inference_mode()
+    def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
+        """After ``verify``: the first ``num_committed[i]`` tokens of row i count, and their states go to ``saves[i]``.
+        For keys and values there is nothing to do: their commit is a length."""
+        if out.view is not None:
+            out.view.commit(num_committed, saves)
 
     @torch.inference_mode()
     def append_context(self, taps: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:

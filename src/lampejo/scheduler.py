@@ -6,19 +6,27 @@ change it. Pure Python; the device is not known here.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lampejo.pages import PagePool
 from lampejo.request import Request
+from lampejo.states import RowState, Save
 
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """A request's part of a step: the next ``num_known`` committed tokens, then up to ``width`` drafts."""
+    """A request's part of a step: the next ``num_known`` committed tokens, then up to ``width`` drafts.
+
+    The orders for the recurrent state of a row without drafts: ``load``, a slot to copy it from before the step, and
+    ``saves`` on the way. ``load`` is carried out row by row, in the order of the plan, before anything is computed: a
+    later row may already have been given the slot that an earlier one starts from.
+    """
 
     request: Request
     num_known: int
     width: int
+    load: int | None = None
+    saves: Sequence[Save] = ()
 
     @property
     def wants_logits(self) -> bool:
@@ -34,6 +42,7 @@ class Scheduler:
 
     def __init__(self, pool: PagePool, max_rows: int, token_budget: int, max_context: int) -> None:
         self.pool = pool
+        self.states = pool.states
         self.max_rows = max_rows
         self.token_budget = token_budget
         self.max_context = max_context
@@ -84,17 +93,29 @@ class Scheduler:
             if request.id in known
         ]
         while self.waiting and len(self.running) < self.max_rows and budget > 0:
-            request = self.waiting[0]
-            chunk = self._admit(request, budget)
-            if chunk is None:
+            row = self._admit(self.waiting[0], budget)
+            if row is None:
                 break
-            plan.append(ScheduledRow(request, chunk, 0))
-            budget -= chunk
+            plan.append(row)
+            budget -= row.num_known
+        if self.states is not None:  # last, when every row has its slot
+            plan = [self._with_saves(row) for row in plan]
         return plan
 
-    def committed(self, request: Request) -> None:
-        """After a step: enters the request's full committed pages into the prefix cache."""
+    def committed(self, row: ScheduledRow, num_committed: int) -> Sequence[Save]:
+        """After a step that committed the first ``num_committed`` tokens of a row: enters its full pages into the
+        prefix cache, with states at their ends. Returns which states are to be saved; those of a row without drafts
+        have been already."""
+        request = row.request
         self.pool.register(request.ids, request.pages, request.num_computed)
+        if self.states is None:
+            return ()
+        saves = row.saves
+        if row.width:
+            saves = self._reserve_saves(request, request.num_computed - num_committed, request.num_computed)
+        for save in saves:
+            self._keep(request, save)
+        return saves
 
     def _most_drafts(self, request: Request) -> int:
         """Drafts that could still be committed: the step adds one token of the target's own."""
@@ -132,9 +153,10 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _admit(self, request: Request, budget: int) -> int | None:
-        """Moves the first waiting request into the batch, on top of what the prefix cache holds of it. Returns the
-        length of its first chunk, or None if the pages do not suffice now."""
+    def _admit(self, request: Request, budget: int) -> ScheduledRow | None:
+        """Moves the first waiting request into the batch, on top of what the prefix cache holds of it. Returns its
+        first chunk, or None if the pages do not suffice now."""
+        shared_end = len(self.pool.find(request.ids)) * self.pool.page_size if self.states else 0
         cached = self.pool.match(request.ids)
         num_cached = len(cached) * self.pool.page_size
         num_known = min(len(request.ids) - num_cached, budget)
@@ -149,9 +171,50 @@ class Scheduler:
         request.num_computed = num_cached
         if request.num_cached is None:
             request.num_cached = num_cached
-        return num_known
+        load = None
+        if self.states is not None:
+            load = self.states.find(self.pool.name_at(cached, num_cached)) if cached else None
+            slot = self.states.take()
+            assert slot is not None, "there are fewer slots than rows"
+            request.state = RowState(slot, shared_end)
+        return ScheduledRow(request, num_known, 0, load)
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.pages = []
         request.num_computed = 0
+        if self.states is not None and request.state is not None:
+            self.states.give_back(request.state.slot)
+            request.state = None
+
+    def _with_saves(self, row: ScheduledRow) -> ScheduledRow:
+        """Of a row with drafts it turns out later which page ends it reaches."""
+        start = row.request.num_computed
+        return row if row.width else replace(row, saves=self._reserve_saves(row.request, start, start + row.num_known))
+
+    def _reserve_saves(self, request: Request, start: int, end: int) -> list[Save]:
+        """Where the state is worth a slot, among the page ends after ``start`` and up to ``end`` tokens: at the last
+        one, and at those that others are likely to start from. Fewer, if rows need the slots."""
+        assert self.states is not None and request.state is not None
+        last = end // self.pool.page_size * self.pool.page_size
+        saves = []
+        for position in sorted({self._prompt_end(request), request.state.shared_end, last}):
+            if start < position <= end and (slot := self.states.take()) is not None:
+                saves.append(Save(position, slot))
+        return saves
+
+    def _prompt_end(self, request: Request) -> int:
+        """The last page end of the prompt before its last token, which the same prompt again can start from."""
+        return (request.num_prompt - 1) // self.pool.page_size * self.pool.page_size
+
+    def _keep(self, request: Request, save: Save) -> None:
+        """What was saved is found from now on. Of a request stay: its prompt's end, where it left others' texts, the
+        latest page end of its answer, and, as long as nobody needs their slots, the ends of its prompt's chunks."""
+        assert self.states is not None and request.state is not None
+        name, prompt_end = self.pool.name_at(request.pages, save.position), self._prompt_end(request)
+        self.states.keep(
+            name, save.slot, first_to_go=save.position < prompt_end and save.position != request.state.shared_end
+        )
+        if save.position > prompt_end:
+            self.states.drop(request.state.answer_name, unless_used=True)
+            request.state.answer_name = name

@@ -51,6 +51,11 @@ class DeltaNetConfig:
     conv_size: int  # tokens that the short convolution sees, the present one included
     tiled: bool = False  # value head v reads key head v % num_key_heads (GGUF); else each key head's are neighbours
 
+    @property
+    def num_channels(self) -> int:
+        """Of the short convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -32,6 +32,7 @@ def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
         "config": asdict(checkpoint.config),
         "kv_bytes_per_token": sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached),
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
+        "state_bytes_per_request": state_bytes(checkpoint.config),
         "eos_ids": list(checkpoint.eos_ids),
         "generation_defaults": checkpoint.generation_defaults,
         "chat_template": checkpoint.chat_template,
@@ -41,7 +42,17 @@ def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
 
 def kv_bytes_per_token(config: ModelConfig | DrafterConfig, element_bytes: int) -> int:
     """Keys and values of all layers for one token."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes
+    num_layers = config.num_attention_layers if isinstance(config, ModelConfig) else config.num_layers
+    return 2 * num_layers * config.num_kv_heads * config.head_dim * element_bytes
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """State of all recurrent layers for one request, whatever its length, in fp32; a cached prefix holds another."""
+    sizes = config.delta_net
+    if sizes is None:
+        return 0
+    matrices = sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
+    return 4 * len(sizes.layers) * (matrices + sizes.num_channels * (sizes.conv_size - 1))
 
 
 def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, str]]:
@@ -55,6 +66,8 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
     kv_bytes = known["kv_bytes_per_token"]
     kv_size = f"{kv_bytes:,} bytes per token in {known['kv_dtype']}"
     kv_size += ", the drafter's context included" if known["matching_drafters"] else ""
+    state = known["state_bytes_per_request"]
+    recurrent = [("recurrent state", f"{state:,} bytes per request in float32")] if state else []
     return [
         ("name", checkpoint.name),
         ("path", str(checkpoint.path)),
@@ -70,6 +83,7 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
         ("vocabulary", f"{config.vocab_size} ({'tied' if config.tie_word_embeddings else 'untied'} head)"),
         ("context", str(config.max_context)),
         ("keys and values", f"{kv_size}; {kv_bytes * config.max_context / 1e6:,.0f} MB for all of it"),
+        *recurrent,
         ("RoPE", rope),
         ("end tokens", ", ".join(map(str, checkpoint.eos_ids)) or "none"),
         ("sampling defaults", ", ".join(f"{k} {v}" for k, v in checkpoint.generation_defaults.items()) or "none"),
