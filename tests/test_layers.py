@@ -34,6 +34,7 @@ ORDER = [
     "models.config",
     "models.gguf_config",
     "models.drafter_config",
+    "models.gguf_drafter_config",
     "models.layers",
     "models.llama",
     "models.experts",

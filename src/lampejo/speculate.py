@@ -92,7 +92,7 @@ class DFlashDrafter:
     def __init__(self, runner: Runner) -> None:
         assert runner.drafter is not None
         self.runner = runner
-        self.max_width = runner.drafter.config.block_size - 1
+        self.max_width = runner.drafter.config.max_drafts
         self._pending: dict[int, _Pending] = {}  # by request id
 
     def available(self, request: Request) -> int:

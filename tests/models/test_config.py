@@ -299,16 +299,24 @@ FAMILIES = [
     ({"architectures": ["DSparkDraftModel"]}, "DSpark"),
     ({"dflash_config": {**DRAFTER["dflash_config"], "projector_type": "domino"}}, "Domino"),
     ({"dflash_config": {**DRAFTER["dflash_config"], "layer_fusion": "mean"}}, "DFly"),
-    ({"speculators_model_type": "dflash"}, "speculators layout"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "selector_rank": 256}}, "DFlash2"),
+    ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
+    ({"enable_confidence_head": True}, "DSpark"),
+    ({"speculators_model_type": "dspark"}, "DSpark"),
+    ({"speculators_model_type": "dflash2"}, "DFlash2"),
+    ({"speculators_model_type": "dflash", "projector_type": "domino"}, "Domino"),
+    ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'"),
     ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "not a DFlash drafter.*LlamaForCausalLM"),
     ({"dflash_config": {**DRAFTER["dflash_config"], "projector_type": "mlp"}}, "Projector type 'mlp'"),
-    ({"dflash_config": {**DRAFTER["dflash_config"], "sample_from_anchor": True}}, "'sample_from_anchor' = True"),
+    ({"attention_bias": True}, "'attention_bias' = True"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "final_logit_softcapping": 20.0}}, "'final_logit_softcapping'"),
+    ({"dflash_config": {**DRAFTER["dflash_config"], "input_embedding_scale": 2.0}}, "'input_embedding_scale' = 2.0"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), FAMILIES)
 def test_newer_families_are_refused_by_name(change, message):
-    """C2: DFlash2, DSpark, Domino, DFly, and files in the speculators layout."""
+    """C2: DFlash2, DSpark, Domino, DFly; and what would change the computation unseen."""
     with pytest.raises(UserError, match=message) as caught:
         drafter_config_from_hf({**DRAFTER, **change})
     assert "DFlash v1" in caught.value.remedy

@@ -101,7 +101,7 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None  # None: the file does not tell
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -116,6 +116,19 @@ class DrafterConfig:
     draft_vocab_size: int | None = None  # our extension: logits over a reduced vocabulary
     markov_rank: int | None = None  # our extension: a bias from the token before the slot
     target_name: str | None = None  # the target it was trained for, if recorded
+    target_hidden_size: int = 0  # of the taps; 0: as hidden_size
+    sample_from_anchor: bool = False  # row j of a block predicts the token after it; else, from row 1 on, that at it
+    own_embedding: bool = False  # the file brings it; else the target's
+    own_head: bool = False
+
+    @property
+    def tap_size(self) -> int:
+        return self.target_hidden_size or self.hidden_size
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens that one pass proposes."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     # what targets differ in, and all DFlash drafters have in common
     qkv_bias: ClassVar[bool] = False

@@ -5,6 +5,9 @@
     layers: keys and values from [ctx ; block] with the same projections
     logits = head(norm(x))[1:]               the target's own head; row i predicts the token at row i
 
+Some files of the ``speculators`` library bring an embedding and a head of their own, or are trained to predict from the
+anchor's row on (``sample_from_anchor``: row i predicts the token after row i, and no row is left out).
+
 Two optional extensions of ours: a draft vocabulary (logits over ``draft_token_ids`` only) and a Markov head (a low-rank
 bias from the token before the slot, so that drafting goes through the slots in order).
 
@@ -53,18 +56,20 @@ class DFlash(nn.Module):
         super().__init__()
         self.config = config
         num_taps = len(config.target_layer_ids)
-        self.fc = Linear(num_taps * config.hidden_size, config.hidden_size)
+        self.fc = Linear(num_taps * config.tap_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config.rope, config.head_dim)
         num_draft_ids = config.draft_vocab_size or config.vocab_size
         self.markov_head = MarkovHead(num_draft_ids, config.markov_rank) if config.markov_rank else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+        self.lm_head = Linear(config.hidden_size, num_draft_ids) if config.own_head else None
         if config.draft_vocab_size:
             self.register_buffer("draft_token_ids", torch.empty(config.draft_vocab_size, dtype=torch.int32))
 
     def context(self, taps: torch.Tensor) -> torch.Tensor:
-        """taps [T, num_taps * H] -> ctx [T, H], the part that all layers share."""
+        """taps [T, num_taps * H of the target] -> ctx [T, H], the part that all layers share."""
         return self.hidden_norm(self.fc(taps))
 
     def store_context(self, ctx: torch.Tensor, positions: torch.Tensor, view: ContextStore) -> None:
