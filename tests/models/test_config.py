@@ -107,7 +107,7 @@ def test_an_unsupported_architecture_is_named_beside_those_supported():
 @pytest.mark.parametrize(
     ("key", "value"),
     [("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("use_sliding_window", True),
-     ("quantization_config", {"quant_method": "fp8"}), ("partial_rotary_factor", 0.5),
+     ("partial_rotary_factor", 0.5),
      ("rope_scaling", {"type": "dynamic", "factor": 2.0}), ("rope_scaling", {"type": "longrope"}),
      ("rope_scaling", {"rope_type": "default", "mrope_section": [16, 24, 24]}),
      ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e4}})],

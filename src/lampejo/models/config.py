@@ -209,7 +209,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise unsupported_architecture(model_type, tuple(MODEL_TYPES))
     if keys.values.get("hidden_act", "silu") != "silu":
         raise keys.unsupported("hidden_act")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if keys.values.get(key):
             raise keys.unsupported(key)
     max_position = keys.whole("max_position_embeddings")
