@@ -28,12 +28,9 @@ def fetch(repo: str, revision: str | None, file: str | None, progress: bool = Tr
         siblings = hf.HfApi().model_info(repo, revision=revision, timeout=20).siblings
         files = [sibling.rfilename for sibling in siblings or []]
     except errors.GatedRepoError:
-        raise UserError(
-            f"The repository {repo} is gated.",
-            f"Accept its terms at https://huggingface.co/{repo} and run 'hf auth login'.",
-        ) from None
+        raise _gated(repo) from None
     except errors.RevisionNotFoundError:
-        raise UserError(f"The repository {repo} has no revision {revision!r}.", "Check the name after the @.") from None
+        raise _no_revision(repo, revision) from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise _no_such(repo) from None
     except Exception as error:  # requests, httpx or httpx2, by the version of huggingface_hub: all mean "no network"
@@ -50,6 +47,44 @@ def fetch(repo: str, revision: str | None, file: str | None, progress: bool = Tr
                 f"No space left on device for {repo}.", "Make room, or let HF_HOME name another folder."
             ) from None
         return _cached(at, file, f"{type(error).__name__}: {error}")
+
+
+def fetch_config(repo: str, revision: str | None) -> Path | None:
+    """The ``config.json`` of ``repo`` alone, from the hub or what an earlier run fetched; None where neither has it.
+
+    ``UserError`` where the hub can be reached and refuses.
+    """
+    import huggingface_hub as hf
+    from huggingface_hub import errors
+
+    at: dict[str, Any] = {"repo_id": repo, "revision": revision, "filename": "config.json"}
+    try:
+        hf.HfApi().model_info(repo, revision=revision, timeout=10)  # tells at once that there is no network
+        return Path(hf.hf_hub_download(**at))
+    except errors.GatedRepoError:
+        raise _gated(repo) from None
+    except errors.RevisionNotFoundError:
+        raise _no_revision(repo, revision) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise _no_such(repo) from None
+    except errors.EntryNotFoundError:
+        return None
+    except Exception:  # no network, by many names
+        try:
+            return Path(hf.hf_hub_download(**at, local_files_only=True))
+        except Exception:  # not there
+            return None
+
+
+def _gated(repo: str) -> UserError:
+    return UserError(
+        f"The repository {repo} is gated.",
+        f"Accept its terms at https://huggingface.co/{repo} and run 'hf auth login'.",
+    )
+
+
+def _no_revision(repo: str, revision: str | None) -> UserError:
+    return UserError(f"The repository {repo} has no revision {revision!r}.", "Check the name after the @.")
 
 
 def _no_such(repo: str) -> UserError:
@@ -82,6 +117,15 @@ def _choose_gguf(repo: str, files: list[str], file: str | None) -> str:
             "Join the parts with llama-gguf-split --merge, then give that file.",
         )
     return chosen
+
+
+def is_cached(repo: str) -> bool:
+    """Whether an earlier run has fetched the repository; asks no network."""
+    try:
+        _cached({"repo_id": repo, "revision": None}, None, "not asked")
+    except UserError:
+        return False
+    return True
 
 
 def _cached(at: dict[str, Any], file: str | None, reason: str) -> Path:

@@ -46,11 +46,21 @@ def locate(spec: str | Path) -> Path:
 
     ``spec``: an alias, ``org/name`` of the hub (``org/name@revision``, ``org/name:file.gguf``), a folder, or a file.
     """
+    return find(spec) or pull(spec)
+
+
+def find(spec: str | Path) -> Path | None:
+    """What of ``spec`` is on this machine already, an alias or a local path; nothing is fetched."""
     if isinstance(spec, str) and spec in ALIASES:
         path = _alias_path(ALIASES[spec])
-        complete = path.is_file() and path.stat().st_size == ALIASES[spec].num_bytes
-        return path if complete else pull(spec)
-    return _local(spec) or pull(spec)
+        return path if path.is_file() and path.stat().st_size == ALIASES[spec].num_bytes else None
+    return _local(spec)
+
+
+def repository(spec: str) -> tuple[str, str | None, str | None] | None:
+    """Name, revision and GGUF file if ``spec`` has the form of a repository of the hub."""
+    match = _REPO.fullmatch(spec)
+    return match and (match["repo"], match["revision"], match["file"])
 
 
 def pull(spec: str | Path, progress: bool = True) -> Path:
