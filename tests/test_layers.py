@@ -32,6 +32,7 @@ ORDER = [
     "batch",
     "models",
     "models.config",
+    "models.hf_config",
     "models.gguf_config",
     "models.drafter_config",
     "models.gguf_drafter_config",

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lampejo.errors import UserError
-from lampejo.models.config import ModelConfig, RopeConfig, model_config_from_hf
+from lampejo.models.config import ModelConfig, RopeConfig
 from lampejo.models.drafter_config import drafter_config_from_hf
 from lampejo.models.gguf_config import model_config_from_gguf
+from lampejo.models.hf_config import model_config_from_hf
 
 QWEN2 = {
     "model_type": "qwen2",

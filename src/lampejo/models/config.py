@@ -1,7 +1,7 @@
 """What a checkpoint says about its architecture, in our words.
 
-The only place that translates ``config.json`` keys (GGUF metadata: ``gguf_config.py``; drafters:
-``drafter_config.py``); defaults for absent keys stand here and nowhere else.
+``hf_config.py`` and ``gguf_config.py`` translate the files of targets, ``drafter_config.py`` and
+``gguf_drafter_config.py`` those of drafters: the only places that know their keys, and defaults for absent ones.
 """
 
 import math
@@ -137,8 +137,6 @@ class DrafterConfig:
     norm_offset: ClassVar[bool] = False
 
 
-MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}  # config.json model_type -> our architecture
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0  # what Llama 1 and 2 used; their files do not say it
 C = TypeVar("C", ModelConfig, DrafterConfig)
 _LARGEST = 1 << 31  # no size in a real file comes near; larger ones are damage or malice
@@ -164,12 +162,12 @@ class Keys:
             raise self.bad(key, value, f"a whole number of at least {least}")
         return value
 
-    def ids(self, key: str) -> tuple[int, ...]:
-        """A token id, several of them, or none at all."""
+    def ids(self, key: str, kind: str = "token id") -> tuple[int, ...]:
+        """An id, several of them, or none at all."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < _LARGEST for i in ids):
-            raise self.bad(key, value, "a token id or a list of them")
+            raise self.bad(key, value, f"a {kind} or a list of them")
         return tuple(ids)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -199,54 +197,26 @@ def shorten(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Translate the ``config.json`` of a hub checkpoint; ``UserError`` for what is missing or not supported."""
-    keys = Keys(config, "config.json")
-    model_type = keys.need("model_type")
-    if "dflash_config" in config or "speculators_model_type" in config:
-        raise UserError("This is a drafter, not a model that generates text.", "Give it with --drafter instead.")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise unsupported_architecture(model_type, tuple(MODEL_TYPES))
-    if keys.values.get("hidden_act", "silu") != "silu":
-        raise keys.unsupported("hidden_act")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if keys.values.get(key):
-            raise keys.unsupported(key)
-    max_position = keys.whole("max_position_embeddings")
-    if model_type == "mistral" and keys.has("sliding_window") and keys.whole("sliding_window") < max_position:
-        raise keys.unsupported("sliding_window", "Choose a release without a window (Mistral 7B v0.2 and later).")
-    hidden_size, num_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
-    rope = rope_from_hf(keys, max_position, DEFAULT_THETA)
-    return checked(
-        ModelConfig(
-            architecture=MODEL_TYPES[model_type],
-            vocab_size=keys.whole("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=keys.whole("intermediate_size"),
-            num_layers=keys.whole("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=keys.whole("num_key_value_heads", num_heads),
-            head_dim=keys.whole("head_dim", max(hidden_size // num_heads, 1)),
-            rms_norm_eps=keys.number("rms_norm_eps"),
-            rope=rope,
-            max_context=stretched_context(max_position, rope),
-            tie_word_embeddings=keys.flag("tie_word_embeddings"),
-            qkv_bias=model_type == "qwen2",
-        ),
-        "config.json",
-    )
-
-
 def unsupported_architecture(found: object, supported: tuple[str, ...]) -> UserError:
     return UserError(
         f"Architecture {shorten(found)} is not supported.", f"Supported architectures: {', '.join(supported)}."
     )
 
 
+def check_layers(num_layers: int, where: str) -> None:
+    if num_layers > 4096:
+        raise UserError(f"{where}: {num_layers} layers cannot be right.", "The file is damaged.")
+
+
 def checked(config: C, where: str) -> C:
     """Relations between sizes that every later line relies on."""
-    if config.num_layers > 4096:
-        raise UserError(f"{where}: {config.num_layers} layers cannot be right.", "The file is damaged.")
+    check_layers(config.num_layers, where)
+    if isinstance(config, ModelConfig) and config.num_attention_layers in (0, config.num_layers) and config.delta_net:
+        raise UserError(
+            f"{where}: {config.num_attention_layers} of {config.num_layers} layers have attention, but a hybrid model "
+            "has layers of both kinds.",
+            "The file is damaged.",
+        )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{where}: {config.num_heads} heads over {config.num_kv_heads} key/value heads of {config.head_dim} "
@@ -259,55 +229,6 @@ def checked(config: C, where: str) -> C:
 def stretched_context(max_position: int, rope: RopeConfig) -> int:
     """YaRN stretches the original context by its factor; files often leave ``max_position_embeddings`` as it was."""
     return max(max_position, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else max_position
-
-
-def rope_from_hf(keys: Keys, max_position: int, default_theta: float | None) -> RopeConfig:
-    """RoPE from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    scaling = keys.values.get("rope_parameters") or keys.values.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
-        raise UserError(f"{keys.where}: rope parameters per layer are not supported.", "Choose another model.")
-    rope = Keys({"rope_theta": keys.values.get("rope_theta"), **scaling}, f"{keys.where}, rope parameters")
-    kind = scaling.get("rope_type", scaling.get("type")) or "default"
-    if default_theta is not None:  # a target; a drafter's RoPE is plain even where these tell about its target
-        if rope.number("partial_rotary_factor", keys.values.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise rope.unsupported("partial_rotary_factor")
-        if "mrope_section" in scaling:
-            raise rope.unsupported("mrope_section")
-    elif kind == "mrope":
-        kind = "default"
-    if kind not in ROPE_KINDS:
-        raise UserError(f"RoPE type {shorten(kind)} is not supported.", f"Supported types: {', '.join(ROPE_KINDS)}.")
-    theta = rope.number("rope_theta", default_theta)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=rope.number("factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            theta=theta,
-            kind="llama3",
-            factor=rope.number("factor"),
-            original_max_position=rope.whole("original_max_position_embeddings"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-        )
-    if not rope.flag("truncate", True):
-        raise rope.unsupported("truncate")
-    factor = rope.number("factor")
-    attention_factor = rope.number("attention_factor") if rope.has("attention_factor") else None
-    if attention_factor is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        attention_factor = yarn_scale(factor, rope.number("mscale")) / yarn_scale(factor, rope.number("mscale_all_dim"))
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_position=rope.whole(
-            "original_max_position_embeddings", keys.whole("original_max_position_embeddings", max_position)
-        ),
-        attention_factor=attention_factor,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-    )
 
 
 def yarn_scale(factor: float, scale: float = 1.0) -> float:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lampejo.errors import UserError
-from lampejo.models.config import DrafterConfig, Keys, checked, rope_from_hf, shorten
+from lampejo.models.config import DrafterConfig, Keys, checked, shorten
+from lampejo.models.hf_config import rope_from_hf
 
 SUPPORTED = (
     "Supported: DFlash v1 in z-lab layout (optionally with our draft vocabulary and Markov head), in that of the "

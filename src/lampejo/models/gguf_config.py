@@ -12,6 +12,7 @@ from lampejo.models.config import (
     Keys,
     ModelConfig,
     RopeConfig,
+    check_layers,
     checked,
     stretched_context,
     unsupported_architecture,
@@ -107,6 +108,7 @@ def model_config_from_gguf(
     num_layers = keys.whole("block_count") - keys.whole("nextn_predict_layers", 0, least=0)  # the latter come last
     if num_layers < 1:
         raise keys.bad("nextn_predict_layers", keys.need("nextn_predict_layers"), "less than block_count")
+    check_layers(num_layers, keys.where)
     head_dim = keys.whole("attention.key_length", max(hidden_size // num_heads, 1))
     if keys.whole("attention.value_length", head_dim) != head_dim:
         raise keys.unsupported("attention.value_length", f"Only values as large as keys are (here {head_dim}).")

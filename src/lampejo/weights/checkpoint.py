@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lampejo.errors import UserError
-from lampejo.models.config import MODEL_TYPES, Keys, ModelConfig, model_config_from_hf
+from lampejo.models.config import Keys, ModelConfig
 from lampejo.models.gguf_config import hf_name, model_config_from_gguf
+from lampejo.models.hf_config import MODEL_TYPES, model_config_from_hf
 from lampejo.ops.stored import Stored
 from lampejo.weights.files import damaged, read_json
 from lampejo.weights.fp8 import TYPE as FP8
