@@ -3,7 +3,8 @@
 Everything here is names and numbers of rows. A tensor of a file counts as a matrix of its last dimension; a tensor of
 ours is a sequence of runs of such rows. Our names are those of the releases, of experts those of Qwen3.5: all experts
 of a layer stand in ``mlp.experts.gate_up_proj`` [E, 2 I, H], gate rows first, and ``mlp.experts.down_proj`` [E, H, I].
-A single expert has the names of Qwen3-MoE, ``mlp.experts.7.gate_proj.weight`` and so on, whatever the files do.
+A single expert has the names of Qwen3-MoE, ``mlp.experts.7.gate_proj.weight`` and so on, whatever the files do. The
+fused projections of Qwen3-Next's Gated DeltaNet are taken apart into those of Qwen3.5.
 """
 
 import math
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lampejo.errors import UserError
-from lampejo.models.config import ModelConfig
+from lampejo.models.config import DeltaNetConfig, ModelConfig
 
 Shape = tuple[int, ...]
 _REMEDY = "It is incomplete or another kind of model."
@@ -81,6 +82,8 @@ class Layout:
             elif config.experts and (match := _EXPERT.fullmatch(ours)):
                 prefix, expert, part = match.groups()
                 groups.setdefault(prefix, {})[part, None if expert is None else int(expert)] = name
+            elif config.delta_net and ours.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight")):
+                self._add_apart(ours, name, shapes[name], config.delta_net)
             else:
                 self._add(ours, _as_on_hub(ours, shapes[name]), [Run(name, 0, math.prod(shapes[name][:-1]))])
         self.skipped = {kind: kinds[kind] for kind in sorted(kinds)}
@@ -101,6 +104,25 @@ class Layout:
     def _add(self, name: str, shape: Shape, runs: Iterable[Run]) -> None:
         self.shapes[name] = shape
         self._places[name] = Place(shape, _joined(runs))
+
+    def _add_apart(self, ours: str, name: str, shape: Shape, sizes: DeltaNetConfig) -> None:
+        """The rows of a fused projection go key head by key head: its q, its k, then v and z of its value heads; or b,
+        then a of its value heads."""
+        heads, group = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
+        if ours.endswith(".in_proj_qkvz.weight"):
+            parts, widths = ["qkv", "qkv", "qkv", "z"], [sizes.key_head_dim] * 2 + [group * sizes.value_head_dim] * 2
+        else:
+            parts, widths = ["b", "a"], [group] * 2
+        wanted = heads * sum(widths), self._config.hidden_size
+        compare_tensors(self._where, "Gated DeltaNet", _REMEDY, {name: shape}, {name: wanted})
+        runs: dict[str, list[Run]] = {part: [] for part in parts}
+        for i, part in enumerate(parts):
+            for head in range(heads):
+                start = head * sum(widths) + sum(widths[:i])
+                runs[part].append(Run(name, start, start + widths[i]))
+        for part, found in runs.items():
+            num_rows = sum(run.stop - run.start for run in found)
+            self._add(re.sub(r"qkvz|ba(?=\.weight)", part, ours), (num_rows, wanted[1]), found)
 
     def _add_experts(
         self, prefix: str, found: Mapping[tuple[str, int | None], str], shapes: Mapping[str, Shape]
