@@ -1,6 +1,7 @@
 """What ``lampejo inspect`` tells about a checkpoint."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +30,7 @@ def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
         "num_bytes": sum(file.stat().st_size for file in files),
         "num_parameters": sum(math.prod(checkpoint.info(name)[0]) for name in names),
         "quantization": checkpoint.quantization,
+        "skipped": checkpoint.skipped,
         "config": asdict(checkpoint.config),
         "kv_bytes_per_token": sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached),
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
@@ -38,6 +40,11 @@ def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
         "chat_template": checkpoint.chat_template,
         "matching_drafters": [drafter.name] if drafter else [],
     }
+
+
+def skipped_parts(skipped: Mapping[str, int]) -> str:
+    """What a checkpoint holds beside the model of the text, in words; empty if nothing."""
+    return ", ".join(f"{kind} ({count} tensors)" for kind, count in skipped.items())
 
 
 def kv_bytes_per_token(config: ModelConfig | DrafterConfig, element_bytes: int) -> int:
@@ -68,6 +75,14 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
     kv_size += ", the drafter's context included" if known["matching_drafters"] else ""
     state = known["state_bytes_per_request"]
     recurrent = [("recurrent state", f"{state:,} bytes per request in float32")] if state else []
+    layers, experts = str(config.num_layers), []
+    if config.delta_net:
+        layers += f", {len(config.delta_net.layers)} of them Gated DeltaNet"
+    if config.experts:
+        mix = config.experts
+        shared = f", and a shared one of {mix.shared_intermediate_size}" if mix.shared_intermediate_size else ""
+        experts = [("experts", f"{mix.num_experts} of size {mix.intermediate_size}, {mix.num_active} active{shared}")]
+    skipped = [("skipped", skipped_parts(checkpoint.skipped))] if checkpoint.skipped else []
     return [
         ("name", checkpoint.name),
         ("path", str(checkpoint.path)),
@@ -76,9 +91,11 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
         ("architecture", config.architecture),
         ("parameters", f"{known['num_parameters']:,}"),
         ("quantization", checkpoint.quantization),
-        ("layers", str(config.num_layers)),
+        *skipped,
+        ("layers", layers),
         ("hidden size", str(config.hidden_size)),
         ("MLP size", str(config.intermediate_size)),
+        *experts,
         ("heads", f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} key/value"),
         ("vocabulary", f"{config.vocab_size} ({'tied' if config.tie_word_embeddings else 'untied'} head)"),
         ("context", str(config.max_context)),
