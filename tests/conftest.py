@@ -5,29 +5,34 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lampejo.models.llama import Llama
+from lampejo.models.layers import Target
 from lampejo.ops.cpu import instruction_set
-from tiny import make_target
+from tiny import TINY_HYBRID, make_target
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much beside other work
 
 
 @pytest.fixture(scope="session")
-def reference_target() -> Llama:
+def reference_target() -> Target:
     return make_target()
 
 
 @pytest.fixture(scope="session")
-def packed_target() -> Llama:
+def kernels_target() -> Target:
     if instruction_set() is None:
         pytest.skip("the CPU kernels were not built, or do not know this processor")
     return make_target(packed=True)
 
 
-@pytest.fixture(params=["reference", "kernels"])
-def target(request: pytest.FixtureRequest) -> Llama:
-    """A tiny target, once on the reference operations and once on the CPU kernels."""
-    return request.getfixturevalue("reference_target" if request.param == "reference" else "packed_target")
+@pytest.fixture(scope="session")
+def hybrid_target() -> Target:
+    return make_target(TINY_HYBRID)
+
+
+@pytest.fixture(params=["reference", "kernels", "hybrid"])
+def target(request: pytest.FixtureRequest) -> Target:
+    """A tiny target: on the reference operations, on the CPU kernels, and one with recurrent layers."""
+    return request.getfixturevalue(f"{request.param}_target")
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,9 @@ from lampejo.batch import Batch
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.loader import Loaded
+from lampejo.models import layers
+from lampejo.models.config import ModelConfig
 from lampejo.models.dflash import DFlash
-from lampejo.models.llama import Llama
 from lampejo.request import Request, StopParams
 from lampejo.runner import VerifyOutput
 from lampejo.sampling import SamplingParams
@@ -27,7 +28,7 @@ from lampejo.speculate import NGRAM_MAX_WIDTH, Drafter, Speculator
 from lampejo.states import Save
 from lampejo.tokenizer import Tokenizer
 from lampejo.width import WidthController
-from tiny import EOS, TINY_DRAFTER, ScriptedDrafter, make_drafter, make_target
+from tiny import EOS, TINY, TINY_DRAFTER, ScriptedDrafter, make_drafter, make_target
 
 VOCAB = 97  # of the tiny model too: 0 nothing, 1 end of text, then the printable characters
 CONTEXT = 512
@@ -187,12 +188,12 @@ def text_request(prompt: Sequence[int], text: Any, stops: StopParams, request_id
     return Request(request_id, list(prompt), SamplingParams(**sampling), stops, text)
 
 
-def lively_pair() -> tuple[Llama, DFlash]:
+def lively_pair(config: ModelConfig = TINY) -> tuple[layers.Target, DFlash]:
     """A random target and drafter whose drafts vary with the context, so that they tell when it is not what it was.
 
     (By themselves random drafters say the mask token for ever: its own embedding outweighs all that they read.)
     """
-    target, drafter = make_target(), make_drafter()
+    target, drafter = make_target(config), make_drafter()
     target.model.embed_tokens.weight[TINY_DRAFTER.mask_token_id] *= 0.01
     for name, parameter in drafter.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -1,6 +1,7 @@
 """Output with drafts equals output without: the first test of everything that touches decoding.
 
-All engines here run the same tiny target on the CPU, in fp32 on the reference operations and in 8 bits on the kernels.
+All engines here run tiny targets on the CPU, in fp32 on the reference operations and in 8 bits on the kernels, and one
+with recurrent layers.
 "Equal" is equality of ids, and no near-tie is excused.
 """
 
@@ -159,7 +160,7 @@ def test_prefill_in_chunks_of_any_size_gives_the_same_answer(target, chunk):
 
 
 def poison(engine):
-    """Fills every cache slot that no committed token of a running request owns with NaN."""
+    """Fills every cache slot that no committed token of a running request owns with NaN, and every state of no row."""
     size = engine.page_size
     free = torch.ones(engine.pool.num_pages, size, dtype=torch.bool)
     for request in engine.scheduler.running:
@@ -168,6 +169,11 @@ def poison(engine):
     for cache in (engine.runner.cache, engine.runner.context_cache):
         cache.k.masked_fill_(free[None, :, None, None, :], math.nan)
         cache.v.masked_fill_(free[None, :, None, :, None], math.nan)
+    if (states := engine.runner.states) is not None:
+        owned = [request.state.slot for request in engine.scheduler.running if request.num_computed]
+        unowned = [slot for slot in range(states.num_slots) if slot not in owned]
+        states.windows[:, unowned] = math.nan
+        states.states[:, unowned] = math.nan
 
 
 def test_rejected_positions_full_of_nan_do_no_harm(target):

@@ -164,7 +164,8 @@ def make_engine(
     """An engine over a tiny model. ``width`` fixes the number of drafts; ``dflash`` lets the DFlash drafter draft."""
     resolved = EngineConfig(**config).resolve(target.config.max_context)
     kv_dtype = torch.float16 if is_packed(target) else None
-    runner = Runner(target, drafter, resolved.num_pages, resolved.page_size, kv_dtype)
+    num_state_slots = resolved.max_rows + resolved.num_snapshots
+    runner = Runner(target, drafter, resolved.num_pages, resolved.page_size, kv_dtype, num_state_slots)
     all_drafters = list(drafters) + ([DFlashDrafter(runner)] if dflash else [])
     speculator = Speculator(all_drafters, WidthController(NGRAM_MAX_WIDTH, resolved.width))
     return Engine(runner, speculator, resolved, eos_ids)
