@@ -12,7 +12,7 @@ from lampejo.errors import UserError
 from lampejo.loader import Loaded, load_model
 from lampejo.request import StopParams
 from lampejo.sampling import SamplingParams, check_number
-from lampejo.terminal import fallback_line, status
+from lampejo.terminal import fallback_line, start_lines, status
 from lampejo.weights.aliases import DEFAULT
 
 
@@ -58,19 +58,19 @@ class ModelOptions:
                 threads=self.threads,
                 target_layer_ids=self.target_layer_ids,
             )
-        _tell_fallback(llm.info)
+        _tell(llm.info)
         return llm
 
     def load_parts(self) -> tuple[Loaded, EngineConfig]:
         """For those who make more than one engine of them."""
         with status(f"loading {self.model}"):
             parts = load_model(self.model, self.drafter, self.engine_config, self.threads, self.target_layer_ids)
-        _tell_fallback(parts[0].info)
+        _tell(parts[0].info)
         return parts
 
 
-def _tell_fallback(info: Mapping[str, Any]) -> None:
-    if line := fallback_line(info):
+def _tell(info: Mapping[str, Any]) -> None:
+    for line in [*filter(None, [fallback_line(info)]), *start_lines(info)]:
         print(line, file=sys.stderr)
 
 

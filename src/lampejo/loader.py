@@ -4,13 +4,13 @@ import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lampejo.config import SPARE_TOKENS, EngineConfig
+from lampejo.drafter_setup import drafter_info, mismatch, open_for, trial
 from lampejo.errors import UserError
 from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.dflash import DFlash
@@ -26,8 +26,7 @@ from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
 from lampejo.tokenizer import Tokenizer, load_tokenizer
 from lampejo.weights.checkpoint import Checkpoint, check_tensors, open_checkpoint
-from lampejo.weights.describe import kv_bytes_per_token, state_bytes
-from lampejo.weights.drafters import find_drafter, open_drafter
+from lampejo.weights.describe import kv_bytes_per_token, skipped_parts, state_bytes
 from lampejo.width import WidthController
 
 # A match this long is trusted in "auto", where a better drafter stands ready; alone, the n-gram drafter tries earlier.
@@ -66,46 +65,55 @@ def load_model(
         tokenizer = load_tokenizer(checkpoint)
         packed_kind, ops_reason = choose_ops(config, checkpoint.config.head_dim)
         packed_pages = None if packed_kind is None else config.page_size
-        drafter_name, opened = _open_drafter(drafter, checkpoint, target_layer_ids)
-        _check_width(config.width, drafter, opened[0] if opened else None)
+        choice = open_for(drafter, checkpoint, target_layer_ids)
+        _check_width(config.width, drafter, choice.config)
         kv_dtype = kv_dtype_of(packed_kind)
-        cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([opened[0]] if opened else [])]
+        cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([choice.config] if choice.config else [])]
         bytes_per_token = sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached)
         _check_memory(config, bytes_per_token, state_bytes(checkpoint.config))
-        dflash = build_drafter(*opened, packed_pages) if opened else None
+        dflash = build_drafter(*choice.opened, packed_pages) if choice.opened else None
         target = load_target(checkpoint, packed_kind)
         num_state_slots = config.max_rows + config.num_snapshots
         runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype, num_state_slots)
         speculator = _speculator(drafter, runner, config)
-        info = {
+        eos_ids = checkpoint.eos_ids or tokenizer.eos_ids
+        info: dict[str, Any] = {
             "model": checkpoint.name,
             "architecture": checkpoint.config.architecture,
             "quantization": checkpoint.quantization,
+            "skipped": skipped_parts(checkpoint.skipped),
             "device": str(runner.device),
             "ops": "reference" if packed_kind is None else f"cpu ({instruction_set()})",
             "ops_reason": ops_reason,
             "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.") if packed_kind is None else "int8",
             "weights": "fp32" if packed_kind is None else _packed_weights(target),
             "kv_dtype": str(runner.cache.k.dtype).removeprefix("torch."),
-            "drafter": drafter_name,
+            "drafter": choice.name,
             "drafters": [d.name for d in speculator.drafters],
+            "dflash": drafter_info(choice, runner),
             "width": "auto" if config.width is None else config.width,
             "page_size": config.page_size,
             "max_context": config.max_context,
             "kv_bytes_per_token": runner.bytes_per_token,
             "state_bytes_per_request": runner.bytes_per_state,
+            "warnings": choice.warnings,
         }
-        loaded = Loaded(
-            runner=runner,
-            speculator=speculator,
-            tokenizer=tokenizer,
-            chat_template=checkpoint.chat_template,
-            generation_defaults=checkpoint.generation_defaults,
-            eos_ids=checkpoint.eos_ids or tokenizer.eos_ids,
-            info=info,
-            load_s=time.perf_counter() - started,
-        )
     _set_threads(threads, on_kernels=packed_kind is not None)  # last, so that a failed load changes nothing
+    if choice.opened and not choice.is_packaged and config.width != 0:
+        length = trial(runner, config, tokenizer, checkpoint.chat_template, eos_ids)
+        info["dflash"]["trial_acceptance_length"] = length
+        if warning := mismatch(choice.name, length):
+            info["warnings"].append(warning)
+    loaded = Loaded(
+        runner=runner,
+        speculator=speculator,
+        tokenizer=tokenizer,
+        chat_template=checkpoint.chat_template,
+        generation_defaults=checkpoint.generation_defaults,
+        eos_ids=eos_ids,
+        info=info,
+        load_s=time.perf_counter() - started,
+    )
     return loaded, config
 
 
@@ -249,29 +257,9 @@ def _check_complete(module: nn.Module) -> None:
     assert not left, left
 
 
-def _open_drafter(
-    drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None
-) -> tuple[str, tuple[DrafterConfig, dict[str, torch.Tensor]] | None]:
-    """The DFlash drafter that ``--drafter`` asks for, and its name for people."""
-    if drafter in ("none", "ngram"):
-        return drafter, None
-    place: str | Path | None = drafter
-    if drafter in ("auto", "dflash"):
-        place = find_drafter(checkpoint)
-        if place is None and drafter == "dflash":
-            raise UserError(
-                f"No DFlash drafter is known for {checkpoint.name}.",
-                "Give the folder or hub repository of one, or use --drafter ngram, auto or none.",
-            )
-        if place is None:
-            return "ngram (no DFlash drafter is known for this model)", None
-    opened = open_drafter(str(place), checkpoint.config, checkpoint.name, target_layer_ids, checkpoint.eos_ids)
-    return Path(str(place)).name, opened
-
-
 def _check_width(width: int | None, drafter: str, dflash: DrafterConfig | None) -> None:
     """A fixed width that no drafter can offer would be narrowed without a word."""
-    most = max(NGRAM_MAX_WIDTH if drafter in ("auto", "ngram") else 0, dflash.block_size - 1 if dflash else 0)
+    most = max(NGRAM_MAX_WIDTH if drafter in ("auto", "ngram") else 0, dflash.max_drafts if dflash else 0)
     if width is not None and width > most:
         raise UserError(
             f"width is {width}, but --drafter {drafter} offers {most} drafts at most.", f"Choose 0 to {most}."
@@ -284,4 +272,5 @@ def _speculator(drafter: str, runner: Runner, config: EngineConfig) -> Speculato
         drafters.append(NgramDrafter(TRUSTED_MATCH if runner.drafter else SHORTEST_MATCH))
     if runner.drafter:
         drafters.append(DFlashDrafter(runner))
-    return Speculator(drafters, WidthController(NGRAM_MAX_WIDTH, config.width))
+    most = max([NGRAM_MAX_WIDTH, *([runner.drafter.config.max_drafts] if runner.drafter else [])])
+    return Speculator(drafters, WidthController(most, config.width))

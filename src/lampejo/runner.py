@@ -63,11 +63,14 @@ class Runner:
         self.context_cache = PagedCache(
             draft.num_layers, num_pages, page_size, draft.num_kv_heads, draft.head_dim, kv_dtype, self.device
         )
-        self.draft_head = target.lm_head
         self.draft_token_ids = torch.arange(config.vocab_size, device=self.device)
         if draft.draft_vocab_size:
             self.draft_token_ids = drafter.draft_token_ids.long()
-            self.draft_head = target.lm_head.select(self.draft_token_ids)
+        self.draft_embed = target.embed if drafter.embed_tokens is None else drafter.embed_tokens
+        if drafter.lm_head is not None:
+            self.draft_head = drafter.lm_head
+        else:
+            self.draft_head = target.lm_head.select(self.draft_token_ids) if draft.draft_vocab_size else target.lm_head
         # Position of each target id in the draft vocabulary; the last draft id stands for every other token.
         self.to_draft_id = torch.full((config.vocab_size,), len(self.draft_token_ids), device=self.device)
         self.to_draft_id[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=self.device)
@@ -121,7 +124,7 @@ class Runner:
         config = self.drafter.config
         num_rows, block = len(requests), config.block_size
         num_slots = max(widths)
-        assert num_slots < block, (num_slots, block)
+        assert num_slots <= config.max_drafts, (num_slots, config.max_drafts)
         anchors = [len(request.ids) - 1 for request in requests]
         anchor_ids = torch.tensor([request.ids[-1] for request in requests], device=self.device)
         ids = torch.full((num_rows, block), config.mask_token_id, device=self.device)
@@ -133,8 +136,9 @@ class Runner:
             for i, (request, anchor) in enumerate(zip(requests, anchors, strict=True))
         ]
         view = BlockView(self.context_cache, segments, config.causal, config.windows)
-        hidden = self.drafter(self.target.embed(ids.flatten()), positions.flatten(), view)
-        hidden = hidden.view(num_rows, block, -1)[:, 1 : num_slots + 1]  # row i predicts the token at row i
+        hidden = self.drafter(self.draft_embed(ids.flatten()), positions.flatten(), view)
+        first = 0 if config.sample_from_anchor else 1  # row i predicts the token at row i; or else the one after it
+        hidden = hidden.view(num_rows, block, -1)[:, first : first + num_slots]
         logits = self.draft_head(hidden.flatten(0, 1)).float().view(num_rows, num_slots, -1)
         chosen = self._choose_drafts(logits, requests, anchor_ids, anchors)
         return [ids[:width] for ids, width in zip(chosen.tolist(), widths, strict=True)]

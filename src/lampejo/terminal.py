@@ -76,6 +76,21 @@ def fallback_line(info: Mapping[str, Any]) -> str | None:
     return f"lampejo: {reason}: running on PyTorch's operations, several times slower{remedy}"
 
 
+def start_lines(info: Mapping[str, Any]) -> list[str]:
+    """What to tell once, at load: a drafter that did not come with the package, with what it takes, parts of a
+    checkpoint that are left alone, and warnings."""
+    lines, drafter = [], info.get("dflash")
+    if drafter and drafter["reason"] != "in the package":
+        memory, window = drafter["memory"], drafter["window"]
+        length = drafter["trial_acceptance_length"]
+        parts = [f"blocks of {drafter['block_size']}", *([f"window {window}"] if window else [])]
+        parts += [f"{memory['weights'] / 1e6:,.0f} MB and {memory['context_per_token']:,} bytes per token of context"]
+        parts += [f"{length:.1f} tokens per step on a built-in prompt"] if length else []
+        lines.append(f"lampejo: drafter {info['drafter']} ({drafter['reason']}): {', '.join(parts)}")
+    lines += [f"lampejo: skipped: {info['skipped']}"] if info.get("skipped") else []
+    return lines + [f"lampejo: warning: {warning}" for warning in info.get("warnings", [])]
+
+
 def statistics_line(completion: Completion, info: Mapping[str, Any]) -> str:
     """Tokens, speed, acceptance and the effective mode of one answer."""
     speed, first = completion.timings["tok_per_s"], completion.timings["first_token_s"]

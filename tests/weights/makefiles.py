@@ -11,7 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
 from lampejo.models.config import DrafterConfig, RopeConfig
-from lampejo.weights.drafters import drafter_shapes
+from lampejo.weights.drafter_files import drafter_shapes
 
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -82,8 +82,8 @@ def test_an_unknown_target_name_is_not_held_against_the_drafter(tmp_path):
     [
         ("layers.0.attention_conv.weight", "DFlash2"), ("layers.0.mlp_conv.weight", "DFlash2"),
         ("candidate_selector.weight", "DFlash2"), ("confidence_head.weight", "DSpark"),
-        ("markov_head.embed.weight", "DSpark"), ("layer_fusion.weight", "DFly"), ("d2t", "speculators"),
-        ("verifier_norm.weight", "speculators"),
+        ("markov_head.embed.weight", "DSpark"), ("layer_fusion.weight", "DFly"), ("prefix_gru.weight_ih", "Domino"),
+        ("fusion_weights", "DFlare"),
     ],
 )  # fmt: skip
 def test_tensors_of_newer_families_give_them_away(tmp_path, name, family):
@@ -99,6 +99,7 @@ def test_missing_unknown_and_misshapen_tensors_are_refused_by_name(tmp_path):
     cases = [
         ({"remove": "hidden_norm.weight"}, "lacks tensors: hidden_norm.weight"),
         ({"add": {"lm_head.weight": torch.ones(64, 32)}}, "unknown tensors: lm_head.weight"),
+        ({"add": {"d2t": torch.ones(2)}}, "unknown tensors: d2t"),
         ({"add": {"fc.weight": torch.ones(32, 96)}}, r"'fc.weight' has shape \[32, 96\].*\[32, 64\]"),
         ({"add": {"markov_head.successor.weight": torch.ones(4, 4)}}, "unknown tensors: markov_head"),
         ({"dflash_config": EXTENDED, "remove": "draft_token_ids"}, "lacks tensors: draft_token_ids"),
@@ -127,8 +128,11 @@ def test_what_is_no_drafter_folder_is_told_so(tmp_path):
     """C2: a target, a GGUF, a cut file."""
     with pytest.raises(UserError, match="not a DFlash drafter"):
         open_drafter(write_target(tmp_path / "t"), TARGET, "any")
-    with pytest.raises(UserError, match="not a drafter's folder"):
+    with pytest.raises(UserError, match="no DFlash drafter: its architecture is 'llama'"):
         open_drafter(write_gguf(tmp_path / "x.gguf"), TARGET, "any")
+    (tmp_path / "notes.txt").write_text("taps 1, 9, 17")
+    with pytest.raises(UserError, match="not a drafter's folder"):
+        open_drafter(tmp_path / "notes.txt", TARGET, "any")
     folder = write_drafter(tmp_path / "d")
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-100])

@@ -1,43 +1,111 @@
-"""Finds and opens drafters: strict about their layout, and about the target that they are for."""
+"""Which drafter belongs to a target, and whether one fits it."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from lampejo.errors import UserError
 from lampejo.models.config import DrafterConfig, ModelConfig
-from lampejo.models.drafter_config import drafter_config_from_hf, refuse_other_drafters
+from lampejo.models.drafter_config import SUPPORTED
+from lampejo.weights import hub
 from lampejo.weights.checkpoint import Checkpoint
+from lampejo.weights.drafter_files import read_drafter
 from lampejo.weights.files import read_json
-from lampejo.weights.layout import compare_tensors
-from lampejo.weights.safetensors import SafetensorsFolder
+from lampejo.weights.speculators import Speculator, speculator_for, speculator_named, speculators_like
 from lampejo.weights.store import UnknownModel, locate
 
 # target's name -> folder in the package data, and the sizes (hidden, layers, vocabulary) that the target must have
 _EMBEDDED = {"SmolLM2-135M-Instruct": ("smollm2-135m-dflash-proto", (576, 30, 49152))}
-_REMEDY = "Supported: DFlash v1 in z-lab layout, optionally with our draft vocabulary and Markov head."
-# Tensors that give away a newer family: part of a name -> the family.
-_FAMILIES = {
-    "attention_conv": "DFlash2",
-    "mlp_conv": "DFlash2",
-    "candidate_selector": "DFlash2",
-    "confidence_head": "DSpark",
-    "layer_fusion": "DFly",
-    "d2t": "speculators",
-    "t2d": "speculators",
-    "verifier_norm": "speculators",
-}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A drafter for a target: where it lies, its name and why it was chosen, both for people."""
+
+    place: str | Path
+    name: str
+    reason: str
+    is_packaged: bool = False
+
+
+def choose_drafter(checkpoint: Checkpoint) -> Choice | None:
+    """The drafter that belongs to this target, fetched if need be; None if none is known.
+
+    In order of preference: one in the package data; a folder of a known drafter's name beside the target's own; the
+    repositories of the known drafter, those in the cache first. ``UserError`` if a known one cannot be had.
+    """
+    packaged = find_drafter(checkpoint)
+    if packaged is not None:
+        return Choice(packaged, packaged.name, "in the package", is_packaged=True)
+    known = known_drafter(checkpoint)
+    if known is None:
+        return None
+    reason = f"published for {known.targets[0]}"
+    for repo in known.repos:
+        beside = checkpoint.path.parent / repo.rpartition("/")[2]
+        if (beside / "config.json").is_file():
+            return Choice(beside, beside.name, f"{reason}, found beside the model")
+    failures: list[str] = []
+    for repo in sorted(known.repos, key=lambda repo: not hub.is_cached(repo)):
+        try:
+            return Choice(locate(repo), repo, reason)
+        except UserError as error:
+            failures.append(error.message.removesuffix("."))
+    raise UserError(
+        f"{known.repos[0]} is the drafter {reason}, and it cannot be had: {'; '.join(failures)}.",
+        f"Check the network; or put its folder beside the model's, as {checkpoint.path.parent / _folder_name(known)}; "
+        "or choose --drafter ngram or --drafter none: slower, with the same output.",
+    )
 
 
 def find_drafter(checkpoint: Checkpoint) -> Path | None:
     """The drafter in the package data that was made for this target, if there is one."""
-    config = checkpoint.config
     for name, (folder, sizes) in _EMBEDDED.items():
-        if same_model(name, checkpoint.name) and sizes == (config.hidden_size, config.num_layers, config.vocab_size):
+        if same_model(name, checkpoint.name) and sizes == _sizes(checkpoint):
             return Path(__file__).parents[1] / "data" / folder
     return None
+
+
+def known_drafter(checkpoint: Checkpoint) -> Speculator | None:
+    """The published drafter of the model that the checkpoint is, by its name or by what its files call it."""
+    return speculator_for(_names(checkpoint), _sizes(checkpoint))
+
+
+def look_alikes(checkpoint: Checkpoint) -> str:
+    """For a target without a known drafter: those made for models of its sizes. Maybe it is only its name that is not
+    known."""
+    like = [known.repos[0] for known in speculators_like(_sizes(checkpoint))]
+    return f"; if it is what they were made for, give --drafter {' or '.join(like)}" if like else ""
+
+
+def doubts(spec: str | Path, checkpoint: Checkpoint) -> str | None:
+    """What speaks against a drafter that the user named, if its name says that it belongs to another model."""
+    named, known = speculator_named(str(spec)), known_drafter(checkpoint)
+    if named is None or named is known:
+        return None
+    return f"{spec} is published for {named.targets[0]}; the model is {checkpoint.name}"
+
+
+def _sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
+    config = checkpoint.config
+    return config.hidden_size, config.num_layers, config.vocab_size
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    """What the checkpoint is called: by the user, by the hub's cache, by its own files."""
+    names: list[object] = [checkpoint.name]
+    names += [part.replace("--", "/") for part in checkpoint.path.parts if part.startswith("models--")]
+    if checkpoint.folder is not None:
+        names.append(read_json(checkpoint.folder / "config.json").get("_name_or_path"))
+    names.append(checkpoint.metadata.get("general.name"))
+    return [name for name in names if isinstance(name, str)]
+
+
+def _folder_name(known: Speculator) -> str:
+    return known.repos[0].rpartition("/")[2]
 
 
 def same_model(recorded: str, name: str) -> bool:
@@ -56,111 +124,57 @@ def open_drafter(
     target_layer_ids: tuple[int, ...] | None = None,
     eos_ids: Sequence[int] = (),
 ) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Read a drafter for ``target``; tensors by their names in the file, in its own types.
+    """Read a drafter for ``target``: its configuration, and its tensors by the names of ``models.dflash``.
 
     ``target_name`` (``Checkpoint.name``; empty if unknown) is held against the one that the drafter records, and the
     target's ``eos_ids`` against its mask token.
     ``UserError`` for every other family, for tensors too many, too few or misshapen, and for another target's drafter.
     """
     try:
-        folder = locate(spec)
+        path = locate(spec)
     except UnknownModel:
         raise UserError(
             f"Unknown drafter {str(spec)!r}.",
-            "Give auto, ngram, dflash or none, the folder of a DFlash drafter, or its repository (org/name).",
+            "Give auto, ngram, dflash or none, the folder or .gguf file of a DFlash drafter, or its repository "
+            "(org/name).",
         ) from None
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a drafter's folder.", _REMEDY)
-    raw = read_json(folder / "config.json")
-    refuse_other_drafters(raw)
-    weights = SafetensorsFolder(folder)
-    try:
-        shapes = {name: entry.shape for name, entry in weights.tensors.items()}
-        _refuse_families(folder, shapes)
-        config = drafter_config_from_hf(raw, target_layer_ids)
+
+    def check(config: DrafterConfig) -> None:
         if config.mask_token_id in eos_ids:
-            raise UserError(f"{folder}: mask_token_id {config.mask_token_id} ends the target's answers.", _REMEDY)
+            raise UserError(f"{path}: mask_token_id {config.mask_token_id} ends the target's answers.", SUPPORTED)
         _check_fits(config, target, target_name)
-        compare_tensors(str(folder), "DFlash drafter", _REMEDY, shapes, drafter_shapes(config))
-        for name in shapes:
-            dtype = weights.tensors[name].type
-            if dtype not in (("I32", "I64") if name == "draft_token_ids" else ("BF16", "F16", "F32")):
-                raise UserError(f"{folder}: tensor {name!r} has type {dtype}, which is not supported.", _REMEDY)
-        tensors = {name: weights.read(name) for name in shapes}
-    finally:
-        weights.close()
-    _check_draft_ids(folder, config, tensors)
-    return config, tensors
 
-
-def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a drafter of this configuration has."""
-    hidden, head = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for i in range(config.num_layers):
-        layer = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "mlp.gate_proj": (config.intermediate_size, hidden),
-            "mlp.up_proj": (config.intermediate_size, hidden),
-            "mlp.down_proj": (hidden, config.intermediate_size),
-        }
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    if config.draft_vocab_size is not None:
-        shapes["draft_token_ids"] = (config.draft_vocab_size,)
-        if config.markov_rank is not None:
-            shapes["markov_head.predecessor.weight"] = (config.draft_vocab_size + 1, config.markov_rank)
-            shapes["markov_head.successor.weight"] = (config.draft_vocab_size, config.markov_rank)
-    return shapes
-
-
-def _refuse_families(folder: Path, names: dict[str, tuple[int, ...]]) -> None:
-    for name in names:
-        for mark, family in _FAMILIES.items():
-            if mark in name:
-                raise UserError(f"{folder} is a drafter of the {family} family (tensor {name!r}).", _REMEDY)
-        if "markov" in name and not name.startswith(("markov_head.predecessor.", "markov_head.successor.")):
-            raise UserError(f"{folder} is a drafter of the DSpark family (tensor {name!r}).", _REMEDY)
+    return read_drafter(path, target.vocab_size, target_layer_ids, check)
 
 
 def _check_fits(config: DrafterConfig, target: ModelConfig, target_name: str) -> None:
+    num_layers = target.num_layers if config.num_target_layers is None else config.num_target_layers
     pairs = [
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("number of target layers", config.num_target_layers, target.num_layers),
+        ("hidden size", config.tap_size, target.hidden_size),
+        ("number of target layers", num_layers, target.num_layers),
         ("vocabulary", config.vocab_size, target.vocab_size),
     ]
+    name = target_name or "the model"
     for what, found, expected in pairs:
         if found != expected:
-            name = target_name or "the model"
             raise UserError(
                 f"The drafter does not fit {name}: its {what} is {found}, the model's is {expected}.",
                 "Choose the drafter made for this model, or --drafter none.",
             )
+    if max(config.target_layer_ids) >= target.num_layers:
+        raise UserError(
+            f"The drafter does not fit {name}: it taps layer {max(config.target_layer_ids)}, the model's layers are 0 "
+            f"to {target.num_layers - 1}.",
+            "Choose the drafter made for this model, or --drafter none.",
+        )
+    if config.hidden_size != target.hidden_size and not (config.own_embedding and config.own_head):
+        raise UserError(
+            f"The drafter's hidden size is {config.hidden_size}, and it has no embedding and head of its own, while "
+            f"those of {name} are for {target.hidden_size}.",
+            "Choose the drafter made for this model, or --drafter none.",
+        )
     if config.target_name and target_name and not same_model(config.target_name, target_name):
         raise UserError(
             f"The drafter was made for {config.target_name}, the model is {target_name}.",
             "Choose the drafter made for this model; if it is that one, give its file or folder that name.",
-        )
-
-
-def _check_draft_ids(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> None:
-    if config.draft_vocab_size is None:
-        return
-    ids = tensors["draft_token_ids"]
-    ascending = not ids.is_floating_point() and bool((ids[1:] > ids[:-1]).all())
-    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
-        raise UserError(
-            f"{folder}: draft_token_ids must be ascending ids below the vocabulary, {config.vocab_size}.",
-            "The drafter is damaged: fetch it again.",
         )

@@ -87,6 +87,8 @@ class _Cursor:
 class GgufFile(TensorFile):
     """One open file: ``metadata`` as plain Python values, ``tensors`` by their GGUF names."""
 
+    types: tuple[str, ...] = SUPPORTED
+
     def _walk(self) -> None:
         cursor = _Cursor(self._file, self.path, self.path.stat().st_size)
         if cursor.size < 24 or cursor.number("4s", "the magic") != b"GGUF":
@@ -135,7 +137,7 @@ class GgufFile(TensorFile):
             ggml_type = GGMLQuantizationType(kind)
         except ValueError:
             raise damaged(self.path, f"{what} has the unknown type {kind}") from None
-        if ggml_type.name not in SUPPORTED:
+        if ggml_type.name not in self.types:
             raise UserError(
                 f"{self.path}: tensor {name!r} is quantised as {ggml_type.name}, which is not supported.",
                 f"Choose a file with one of: {', '.join(SUPPORTED)}.",
