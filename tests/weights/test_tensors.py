@@ -1,10 +1,16 @@
 """Tensors by our names, whatever the layout of the files: read, packed, and never held twice."""
 
+import pytest
 import torch
 from makefiles import HF_CONFIG, random_tensors, target_shapes, write_folder, write_gguf
 
-from lampejo.weights import tensors
+from lampejo.loader import load_target
+from lampejo.ops.cpu import instruction_set
+from lampejo.ops.cpu.library import Q8
+from lampejo.weights import files, tensors
 from lampejo.weights.checkpoint import open_checkpoint
+
+needs_kernels = pytest.mark.skipif(instruction_set() is None, reason="the CPU kernels were not built")
 
 
 def test_tensors_are_fresh_contiguous_and_of_the_asked_type(tmp_path):
@@ -32,3 +38,17 @@ def test_a_tensor_larger_than_one_chunk_is_read_whole(tmp_path, monkeypatch):
                 chunks = list(checkpoint.stored(name).chunks())
                 assert len(chunks) > 1 and torch.equal(torch.cat(chunks), expected)
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_kernels)])
+def test_a_load_reads_a_few_rows_at_a_time(tmp_path, monkeypatch, packed):
+    """Fault: a second copy of the largest matrix, which decides how much memory a load takes."""
+    sizes = []
+    read_bytes = files.read_bytes
+    monkeypatch.setattr(files, "read_bytes", lambda *a: sizes.append(a[3]) or read_bytes(*a))
+    monkeypatch.setattr(tensors, "_CHUNK", 4 * 64)
+    folder = write_folder(tmp_path / "m", random_tensors(target_shapes(), torch.float32), HF_CONFIG)
+    for path in (write_gguf(tmp_path / "m.gguf"), folder):
+        with open_checkpoint(path) as checkpoint:
+            load_target(checkpoint, Q8 if packed else None)
+    assert len(sizes) > 100 and max(sizes) <= 4 * 64 * 4

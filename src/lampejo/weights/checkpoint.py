@@ -14,7 +14,7 @@ from torch import Tensor
 from lampejo.errors import UserError
 from lampejo.models.config import Keys, ModelConfig
 from lampejo.models.gguf_config import hf_name, model_config_from_gguf
-from lampejo.models.hf_config import MODEL_TYPES, model_config_from_hf
+from lampejo.models.hf_config import MODEL_TYPES, model_config_from_hf, text_config_of
 from lampejo.ops.stored import Stored
 from lampejo.weights.files import damaged, read_json
 from lampejo.weights.fp8 import TYPE as FP8
@@ -103,7 +103,7 @@ class Checkpoint:
                 )
         self._lay_out(folder, names, fp8)
         generation = read_json(self.path / "generation_config.json", required=False)
-        ends = [*Keys(config, "config.json").ids("eos_token_id")]
+        ends = [*Keys(config, "config.json").ids("eos_token_id"), *text_config_of(config).ids("eos_token_id")]
         ends += Keys(generation, "generation_config.json").ids("eos_token_id")
         self.eos_ids = self._check_ends(ends)
         self.generation_defaults = _sampling_defaults(generation)
