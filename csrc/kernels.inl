@@ -37,14 +37,14 @@ static int groups_of(const Matrix& m) { return padded(m.num_in, m.kind == Q4K ? 
 
 struct Workspace {  // grows to the largest step; owned by the calling thread
     std::vector<int8_t> codes;
-    std::vector<float> scales, wide, narrow;
+    std::vector<float> scales, weighted, wide, narrow;
     std::vector<int32_t> sums;
 
     Activations activations(int num_tokens, int groups) {
         const size_t n = static_cast<size_t>(num_tokens) * groups;
         if (codes.size() < 32 * n) codes.resize(32 * n);
-        if (scales.size() < n) scales.resize(n), sums.resize(n);
-        return {codes.data(), scales.data(), sums.data(), groups};
+        if (scales.size() < n) scales.resize(n), weighted.resize(n), sums.resize(n);
+        return {codes.data(), scales.data(), weighted.data(), sums.data(), groups};
     }
     static float* floats(std::vector<float>& v, size_t n) {
         if (v.size() < n) v.resize(n);

@@ -100,12 +100,60 @@ struct SignedDot {
     }
 };
 
+// Two vectors of 8 lanes as one.
+#define LAMPEJO_16_LANES
+static inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+struct f32x16 {
+    __m512 v;
+};
+struct u8x64 {
+    __m512i v;
+};
+static inline f32x16 load16(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline f32x16 all16(float x) { return {_mm512_set1_ps(x)}; }
+static inline void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
+static inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline f32x16 join(f32x8 a, f32x8 b) { return {_mm512_insertf32x8(_mm512_castps256_ps512(a.v), b.v, 1)}; }
+static inline u8x64 join(u8x32 a, u8x32 b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(a.v), b.v, 1)}; }
+static inline u8x64 low_nibbles(u8x64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+static inline u8x64 high_nibbles(u8x64 a) {
+    return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+static inline __m512i four_in_16(const int8_t* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return _mm512_set1_epi32(word);
+}
+struct SmallDot16 {
+    __m512i acc = _mm512_setzero_si512();
+    void add(u8x64 codes, const int8_t* activations) {
+        acc = _mm512_dpbusd_epi32(acc, codes.v, four_in_16(activations));
+    }
+    f32x16 total() const { return {_mm512_cvtepi32_ps(acc)}; }
+};
+struct SignedCodes16 {
+    __m512i v;
+    explicit SignedCodes16(u8x64 a) : v(_mm512_xor_si512(a.v, _mm512_set1_epi8(-128))) {}
+};
+struct SignedDot16 {
+    __m512i acc = _mm512_setzero_si512();
+    void add(const SignedCodes16& codes, const int8_t* activations) {
+        acc = _mm512_dpbusd_epi32(acc, codes.v, four_in_16(activations));
+    }
+    f32x16 total(int activation_sum) const {
+        return {_mm512_cvtepi32_ps(_mm512_sub_epi32(acc, _mm512_set1_epi32(128 * activation_sum)))};
+    }
+};
+
 #else
 
 struct SmallDot {  // 8 steps of at most 2 * 15 * 127 = 3810 stay below 32768, so a whole group is summed in 16 bits
     __m256i acc = _mm256_setzero_si256();
     void add(u8x32 codes, const int8_t* activations) {
         acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes.v, four_everywhere(activations)));
+        asm("" : "+x"(acc));  // or the compiler reorders the sum, and runs out of registers
     }
     f32x8 total() const { return {_mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)))}; }
 };
@@ -119,6 +167,7 @@ struct SignedDot {
         __m256i signed_activations = _mm256_sign_epi8(four_everywhere(activations), codes.v);
         __m256i pairs = _mm256_maddubs_epi16(codes.magnitude, signed_activations);
         acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        asm("" : "+x"(acc));
     }
     f32x8 total(int) const { return {_mm256_cvtepi32_ps(acc)}; }
 };
