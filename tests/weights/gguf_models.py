@@ -53,21 +53,33 @@ def make_model(arch: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     name, extra = MODELS[arch]
     config_name = f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config"
     config = getattr(transformers, config_name)(**{**SIZES, **extra, **changes})
-    model = randomise(getattr(transformers, f"{name}ForCausalLM")(config), seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):  # memories of all lengths
-                parameter.copy_((0.05 + torch.rand(parameter.shape)).log())
-    return model
+    return randomise(getattr(transformers, f"{name}ForCausalLM")(config), seed)
 
 
-def write_model(path: Path, arch: str, model: PreTrainedModel, types: dict[str, str] | None = None) -> Path:
-    """``types`` gives tensors another type than F32, by a part of their GGUF name; the model's weights are then rounded
-    as that type rounds them."""
+def write_model(
+    path: Path,
+    arch: str,
+    model: PreTrainedModel,
+    types: dict[str, str] | None = None,
+    fused: bool = False,
+    remove: str | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
+    **metadata: Any,
+) -> Path:
+    """``types`` gives tensors another type than F32, by a part of their GGUF name. ``fused``: gate and up of experts in
+    one tensor, and Qwen3-Next's projection as the first converters left it. ``remove`` a tensor, or add ``extra`` ones.
+    ``metadata``: pairs of value and type by key, without the architecture and with ``__`` for the dots, in place of
+    those that follow from the model; None: without it."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     _write_metadata(writer, arch, config)
-    tensors = dict(_tensors(arch, model))
+    for key, value in metadata.items():
+        name = f"{arch}.{key.replace('__', '.')}"
+        writer.kv_data[0].pop(name, None)
+        if value is not None:
+            writer.add_key_value(name, value[0], value[1])
+    tensors = dict(_tensors(arch, model, fused)) | (extra or {})
+    tensors.pop(remove or "", None)
     for name, values in tensors.items():
         kind = next((kind for part, kind in (types or {}).items() if part in name), "F32")
         number = gguf.GGMLQuantizationType[kind]
@@ -116,7 +128,7 @@ def _write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     writer.add_eos_token_id(95)
 
 
-def _tensors(arch: str, model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+def _tensors(arch: str, model: PreTrainedModel, fused: bool) -> list[tuple[str, torch.Tensor]]:
     config, out = model.config, []
     names = gguf.get_tensor_name_map(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
@@ -132,7 +144,9 @@ def _tensors(arch: str, model: PreTrainedModel) -> list[tuple[str, torch.Tensor]
             x = x.squeeze(0)
         if arch.startswith("qwen35") and "linear_attn" in name:
             x = _tiled(name, x, config)
-        if name.endswith("in_proj_qkvz.weight"):
+        if fused:
+            out.append((name, x))
+        elif name.endswith("in_proj_qkvz.weight"):
             out += _apart(name, x, config)
         elif name.endswith("gate_up_proj"):
             out += zip((name.replace("gate_up", "gate"), name.replace("gate_up", "up")), x.chunk(2, dim=1), strict=True)

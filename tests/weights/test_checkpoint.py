@@ -274,15 +274,13 @@ def test_a_folder_with_one_gguf_opens_that_file(tmp_path):
 def test_gguf_names_map_one_to_one():
     """Fault: two names of the file fall on one of ours, and a tensor vanishes."""
     names = ["token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight", "blk.3.attn_q.bias"]
-    assert [hf_name(name, 4) for name in names] == [
+    assert [hf_name(name, range(4, 5)) for name in names] == [
         "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "rope_freqs.weight",
         "model.layers.3.self_attn.q_proj.bias",
     ]  # fmt: skip
-    assert [hf_name(name, 4) for name in ("blk.x.attn_q.weight", "blk.0.ssm_d", "x")] == [
-        "blk.x.attn_q.weight",
-        "blk.0.ssm_d",
-        "x",
-    ]
+    odd = ["blk.x.attn_q.weight", "blk.0.ssm_d", "blk.9.attn_q.w", "x"]
+    assert [hf_name(name, range(4, 5)) for name in odd] == odd
+    assert hf_name("blk.4.nextn.enorm.weight", range(4, 5)) == "mtp.layers.0.nextn.enorm.weight"
 
 
 def test_two_gguf_tensors_with_one_name_are_refused(tmp_path):

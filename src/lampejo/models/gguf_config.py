@@ -68,19 +68,33 @@ _LAYER = {
 } | {f"attn_{x}.{kind}": f"self_attn.{x}_proj.{kind}" for x in "qkv" for kind in ("weight", "bias")}
 
 
-def hf_name(gguf_name: str, num_layers: int) -> str:
+def hf_name(gguf_name: str, mtp_layers: range) -> str:
     """The checkpoint name of a GGUF tensor; names that we do not know stay as they are, to be refused by name.
 
-    Layers beyond ``num_layers`` are those of multi-token prediction, which the hub's checkpoints call ``mtp``.
+    ``mtp_layers`` are those of multi-token prediction, which the hub's checkpoints call ``mtp``.
     """
     prefix, _, rest = gguf_name.partition(".")
     layer, _, name = rest.partition(".")
     if prefix == "blk" and layer.isdecimal() and len(layer) < 6:
-        if int(layer) >= num_layers:
-            return f"mtp.layers.{int(layer) - num_layers}.{name}"
+        if int(layer) in mtp_layers:
+            return f"mtp.layers.{mtp_layers.index(int(layer))}.{name}"
         if name in _LAYER:
             return f"model.layers.{layer}.{_LAYER[name]}"
     return _TOP.get(gguf_name, gguf_name)
+
+
+def mtp_layers_of(keys: Keys) -> range:
+    """The layers behind those of the text. ``keys`` are the architecture's."""
+    num_layers = keys.whole("block_count")
+    return range(num_layers - keys.whole("nextn_predict_layers", 0, least=0), num_layers)
+
+
+def keys_of(metadata: Mapping[str, Any]) -> Keys:
+    """The architecture's own metadata, by their names without the architecture's."""
+    prefix = f"{metadata['general.architecture']}."
+    # Some writers store one value per layer; lists of equal values mean the same as the value.
+    same = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
+    return Keys(same, f"GGUF metadata, {prefix}*")
 
 
 def model_config_from_gguf(
@@ -94,10 +108,7 @@ def model_config_from_gguf(
     arch = Keys(metadata, "GGUF metadata").need("general.architecture")
     if not isinstance(arch, str) or arch not in _ARCHITECTURES:
         raise unsupported_architecture(arch, tuple(_ARCHITECTURES))
-    prefix = f"{arch}."
-    # Some writers store one value per layer; lists of equal values mean the same as the value.
-    same = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
-    keys = Keys(same, f"GGUF metadata, {prefix}*")
+    keys = keys_of(metadata)
     architecture = _ARCHITECTURES[arch]
     has_experts = architecture in ("qwen3_moe", "qwen3_next", "qwen3_5_moe")
     is_hybrid = architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -105,7 +116,7 @@ def model_config_from_gguf(
         raise unsupported_architecture(f"{arch} with experts", tuple(_ARCHITECTURES))
     hidden_size, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     max_position = keys.whole("context_length")
-    num_layers = keys.whole("block_count") - keys.whole("nextn_predict_layers", 0, least=0)  # the latter come last
+    num_layers = mtp_layers_of(keys).start
     if num_layers < 1:
         raise keys.bad("nextn_predict_layers", keys.need("nextn_predict_layers"), "less than block_count")
     check_layers(num_layers, keys.where)
@@ -167,9 +178,12 @@ def _experts(keys: Keys) -> ExpertsConfig:
         raise keys.unsupported("expert_gating_func")
     if keys.number("expert_weights_scale", 1.0) != 1.0:
         raise keys.unsupported("expert_weights_scale")
+    num_experts, num_active = keys.whole("expert_count"), keys.whole("expert_used_count")
+    if num_active > num_experts:
+        raise keys.bad("expert_used_count", num_active, f"at most {num_experts}, the number of experts")
     return ExpertsConfig(
-        num_experts=keys.whole("expert_count"),
-        num_active=keys.whole("expert_used_count"),
+        num_experts=num_experts,
+        num_active=num_active,
         intermediate_size=keys.whole("expert_feed_forward_length"),
         shared_intermediate_size=keys.whole("expert_shared_feed_forward_length", 0, least=0),
         normalised=True,  # GGUF does not say; of these architectures llama.cpp assumes it
@@ -190,7 +204,7 @@ def _delta_net(keys: Keys, num_layers: int, tiled: bool) -> DeltaNetConfig:
         num_value_heads=num_value_heads,
         key_head_dim=keys.whole("ssm.state_size"),
         value_head_dim=value_size // num_value_heads,
-        conv_size=keys.whole("ssm.conv_kernel"),
+        conv_size=keys.whole("ssm.conv_kernel", least=2),
         tiled=tiled,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lampejo.errors import UserError
 from lampejo.models.config import Keys, ModelConfig
-from lampejo.models.gguf_config import hf_name, model_config_from_gguf
+from lampejo.models.gguf_config import hf_name, keys_of, model_config_from_gguf, mtp_layers_of
 from lampejo.models.hf_config import MODEL_TYPES, model_config_from_hf, text_config_of
 from lampejo.ops.stored import Stored
 from lampejo.weights.files import damaged, read_json
@@ -72,6 +72,11 @@ class Checkpoint:
     def _describe_gguf(self, file: GgufFile) -> None:
         self.format, self.folder, self.generation_defaults = "gguf", None, {}
         self.metadata = file.metadata
+        if (num_parts := file.metadata.get("split.count", 1)) != 1:
+            raise UserError(
+                f"{self.path} is one of {num_parts} parts of a GGUF file.",
+                "Put them together with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.",
+            )
         shapes = {name: entry.shape for name, entry in file.tensors.items()}
         factors = None
         if (entry := file.tensors.get("rope_freqs.weight")) is not None:
@@ -79,7 +84,8 @@ class Checkpoint:
                 raise damaged(self.path, f"its rope_freqs.weight has the shape {list(entry.shape)}")
             factors = dequantised(entry.type, file.read_rows("rope_freqs.weight", 0, entry.num_rows)).flatten().tolist()
         self.config = model_config_from_gguf(file.metadata, shapes, factors)
-        self._lay_out(file, [(hf_name(name, self.config.num_layers), name) for name in file.tensors])
+        mtp_layers = mtp_layers_of(keys_of(file.metadata))
+        self._lay_out(file, [(hf_name(name, mtp_layers), name) for name in file.tensors])
         keys = Keys(file.metadata, f"{self.path}, metadata")
         ends = [*keys.ids("tokenizer.ggml.eos_token_id"), *keys.ids("tokenizer.ggml.eot_token_id")]
         tokens = file.metadata.get("tokenizer.ggml.tokens")

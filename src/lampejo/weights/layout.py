@@ -54,14 +54,14 @@ class Place:
 class _PerExpert:
     """Where one matrix of every expert lies: in a tensor of its own, or all of them in one."""
 
-    tensors: tuple[str, ...]  # by expert
+    tensors: list[str]  # by expert, or the one
     first: int  # row of expert 0
-    step: int  # rows from one expert to the next in the same tensor
+    step: int  # rows from one expert to the next in the same tensor; 0: each has its own
     shape: tuple[int, int]
 
     def run(self, expert: int) -> Run:
         start = self.first + expert * self.step
-        return Run(self.tensors[expert], start, start + self.shape[0])
+        return Run(self.tensors[0 if self.step else expert], start, start + self.shape[0])
 
 
 class Layout:
@@ -134,17 +134,25 @@ class Layout:
         expected = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         for part, shape in expected.items():
             first, step = 0, shape[0]
+            tensors: list[str] = []
+            wanted: Shape = shape
             stacked = found.get((part, None))
             if stacked is None and part != "down" and (stacked := found.get(("gate_up", None))):
                 first, step = inner if part == "up" else 0, 2 * inner
-            wanted: dict[str, Shape]
             if stacked:
-                tensors, wanted = [stacked] * num_experts, {stacked: (num_experts, step, shape[1])}
+                tensors, wanted = [stacked], (num_experts, step, shape[1])
             else:
-                tensors = [found.get((part, e), f"{prefix}.{e}.{part}_proj.weight") for e in range(num_experts)]
-                wanted, step = dict.fromkeys(tensors, shape), 0
-            compare_tensors(self._where, "experts", _REMEDY, {n: shapes[n] for n in wanted if n in shapes}, wanted)
-            self._experts[f"{prefix}.{part}"] = _PerExpert(tuple(tensors), first, step, shape)
+                step = 0
+                for expert in range(num_experts):
+                    name = found.get((part, expert))
+                    if name is None:
+                        missing = f"{prefix}.{expert}.{part}_proj.weight"
+                        raise UserError(f"{self._where} (experts) lacks tensors: {missing}.", _REMEDY)
+                    tensors.append(name)
+            compare_tensors(
+                self._where, "experts", _REMEDY, {n: shapes[n] for n in tensors}, dict.fromkeys(tensors, wanted)
+            )
+            self._experts[f"{prefix}.{part}"] = _PerExpert(tensors, first, step, shape)
         used = {name for part in expected for name in self._experts[f"{prefix}.{part}"].tensors}
         for name in found.values():
             if name not in used:
