@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from lampejo import __version__
-from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags
+from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags, add_plan_flags
 from lampejo.errors import DamagedModel, UserError
 from lampejo.weights.aliases import ALIASES
 
@@ -69,6 +69,7 @@ def make_parser() -> Parser:
     _add_pull(commands)
     _add_inspect(commands)
     _add_bench(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -240,6 +241,31 @@ def _bench(args: argparse.Namespace) -> int:
     from lampejo.cli_bench import bench, bench_options
 
     return bench(bench_options(args))
+
+
+PLAN_EXAMPLES = """Nothing is loaded but the model's configuration. The speeds are computed, not measured: the limit of
+the hardware, and what a good engine should reach of it. docs/plan.md tells how.
+
+examples:
+  lampejo plan Qwen/Qwen3.5-122B-A10B --gpu b200
+  lampejo plan Qwen/Qwen3.5-35B-A3B --gpu h200 --precision fp8 --concurrency 16 --context 32768
+  lampejo plan Qwen/Qwen3-8B --gpu rtx4090 --acceptance-length 5.5 --json
+  lampejo plan smollm2 --cpu
+"""
+
+
+def _add_plan(commands: Commands) -> None:
+    text = "tell from a model's configuration what fits on a device and how fast it can be"
+    parser = _add_command(commands, "plan", "[flags] MODEL", text, PLAN_EXAMPLES)
+    parser.set_defaults(run=_plan)
+    parser.add_argument("model", metavar="MODEL", help="alias, org/name, folder or .gguf file; weights are not fetched")
+    add_plan_flags(parser)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from lampejo.cli_plan import plan, plan_options
+
+    return plan(plan_options(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

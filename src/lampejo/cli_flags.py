@@ -99,3 +99,41 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object; the tables go to standard error")
     group.add_argument("--report", metavar="FILE.html", help="write a page with plots")
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument(
+        "--gpu", metavar="NAME", help="a100, h100, h200, b200, l40s, rtx4090, rtx5090 or rtxpro6000, by its data sheet"
+    )
+    where.add_argument("--cpu", action="store_true", help="this machine, measured in some seconds (the default)")
+    group.add_argument("--devices", type=int, metavar="N", help="how many share the model (default: 1, 2, 4 and 8)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    group = parser.add_argument_group("what")
+    group.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="bf16, fp8 or fp4 on a GPU, q8 or q4 on a CPU (default: all of a GPU's; the file's own on a CPU, or q8)",
+    )
+    group.add_argument("--context", type=int, metavar="N", help="tokens of each request (default: 4096)")
+    group.add_argument("--concurrency", type=int, default=1, metavar="N", help="requests at once (default: 1)")
+    group.add_argument(
+        "--drafter", default="auto", help="auto (the one known for the model), none, or a folder or repository"
+    )
+    group.add_argument(
+        "--acceptance-length",
+        metavar="X[,Y,...]",
+        help="tokens committed per step of the drafter's full block (default: 5,7,9; blocks below 8 1.4,2,3)",
+    )
+    group.add_argument(
+        "--routing",
+        choices=("independent", "correlated"),
+        default="independent",
+        help="whether neighbouring tokens choose experts on their own or share some (default: independent)",
+    )
+    group.add_argument(
+        "--goal", type=float, metavar="TOK_PER_S", help="speed of one request to reach (default: 1000 for one on a GPU)"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object")

@@ -102,9 +102,9 @@ def hub(tmp_path) -> Iterator[Hub]:
     hub.close()
 
 
-def ask(hub_url: str, home: Path, *specs: str) -> list[str]:
-    """What ``open_checkpoint`` says for each spec, in a process that knows only this hub."""
-    code = (
+def ask(hub_url: str, home: Path, *specs: str, code: str | None = None) -> list[str]:
+    """What ``open_checkpoint`` (or other code) says for each spec, in a process that knows only this hub."""
+    code = code or (
         "import sys\n"
         "from lampejo.errors import UserError\n"
         "from lampejo.weights.checkpoint import open_checkpoint\n"
@@ -157,6 +157,25 @@ def test_what_a_repository_lacks_is_told_with_a_remedy(hub, tmp_path):
     assert all(answer.startswith("ERROR") for answer in answers)
     assert [text for text, answer in zip(expected, answers, strict=True) if text not in answer] == []
     assert hub.fetched == []
+
+
+def test_a_configuration_is_fetched_without_its_weights(hub, tmp_path):
+    """For plans: one file, kept for days without a network; unknown names are told, a missing network is not an error."""
+    code = (
+        "import sys\n"
+        "from lampejo.errors import UserError\n"
+        "from lampejo.weights.hub import fetch_config\n"
+        "for spec in sys.argv[1:]:\n"
+        "    repo, _, revision = spec.partition('@')\n"
+        "    try: print(fetch_config(repo, revision or None))\n"
+        "    except UserError as error: print('ERROR', error)\n"
+    )
+    home = tmp_path / "home"
+    online = ask(hub.url, home, "org/model", "org/one", "org/nothing", "org/model@v9", code=code)
+    assert online[0].endswith("config.json") and hub.fetched == ["config.json"]
+    assert online[1] == "None"  # a repository of GGUF files has none
+    assert "neither a local path nor a repository" in online[2] and "no revision 'v9'" in online[3]
+    assert ask("http://127.0.0.1:9", home, "org/model", "org/other", code=code) == [online[0], "None"]
 
 
 def test_a_full_disk_is_not_the_network(monkeypatch):
