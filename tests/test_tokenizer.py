@@ -11,7 +11,7 @@ import gguf
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 import tokenizer_samples as samples
 from lampejo.errors import UserError
@@ -123,6 +123,18 @@ def test_ids_equal_transformers_for_each_pre_tokenizer(pre: str, tmp_path: Path)
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids), text
 
 
+def test_ids_equal_those_of_the_tokenizer_of_qwen35() -> None:
+    """Fault: vowel signs cut off their letters (Hindi, Hebrew with points), as Qwen2's pattern does."""
+    metadata = samples.gguf_metadata("qwen35", add_bos_token=False)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    theirs = Qwen3_5Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    ours, qwen2 = from_gguf(metadata), from_gguf(samples.gguf_metadata("qwen2", add_bos_token=False))
+    texts = [text for text in [*samples.TEXTS, *samples.random_texts(seed=3, count=800)] if "<" not in text]
+    assert all(ours.encode(text) == theirs.encode(text, add_special_tokens=False) for text in texts)
+    assert any(ours.encode(text) != qwen2.encode(text) for text in texts)
+
+
 def test_qwen2_composes_characters_before_it_splits() -> None:
     """Fault: decomposed accents (as macOS types them) becoming tokens that Qwen never saw."""
     qwen2 = from_gguf(samples.gguf_metadata("qwen2"))
@@ -214,7 +226,7 @@ def test_a_token_outside_the_byte_alphabet_stands_for_itself() -> None:
     [
         ({"model": "llama"}, ["'llama'", "tokenizer.ggml.model", "gpt2"]),
         ({"model": None}, ["None", "gpt2"]),
-        ({"pre": "tekken"}, ["'tekken'", "tokenizer.ggml.pre", "smollm, qwen2, llama-bpe"]),
+        ({"pre": "tekken"}, ["'tekken'", "tokenizer.ggml.pre", "smollm, qwen2, qwen35, llama-bpe"]),
         ({"pre": None}, ["None", "smollm"]),
         ({"pre": ["qwen2"]}, ["qwen2", "smollm"]),
         ({"tokens": None}, ["tokenizer.ggml.tokens"]),

@@ -236,10 +236,14 @@ class _PreTokenizer:
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_MARKS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS_AND_SPACES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+# As above, but accents and vowel signs (\p{M}) stay with their letters.
+_ACCENTED_AND_OTHERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
 _PRE_TOKENIZERS = {
     "smollm": _PreTokenizer("", single_digits=True),
     "qwen2": _PreTokenizer(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_MARKS_AND_SPACES}", nfc=True),
+    "qwen35": _PreTokenizer(rf"{_CONTRACTIONS}|{_ACCENTED_AND_OTHERS}|{_SPACES}", nfc=True),
     "llama-bpe": _PreTokenizer(
         rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS_AND_SPACES}", ignore_merges=True, add_bos=True
     ),
