@@ -100,7 +100,7 @@ def bench(options: BenchOptions) -> int:
     if "process" in options.sections:
         _start(options, results)  # first: a fresh process is not to wait for memory that we hold
     loaded, config = options.model.load_parts()
-    around["threads"] = torch.get_num_threads()
+    around["threads"] = threads
     arms = _possible(options.arms, loaded, results)
     speculators = make_speculators(loaded, arms, options.model.width, options.rates)
     results.arms = list(speculators)
