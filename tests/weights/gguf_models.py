@@ -122,8 +122,9 @@ def _write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([chr(33 + i) if i < 90 else f"[PAD{i}]" for i in range(config.vocab_size)])
-    writer.add_token_types([1 if i < 90 else 4 for i in range(config.vocab_size)])
+    tokens = [*(chr(33 + i) for i in range(90)), "!!"]
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(len(tokens), config.vocab_size))])
+    writer.add_token_types([1] * len(tokens) + [3] * (config.vocab_size - len(tokens)))
     writer.add_token_merges(["! !"])
     writer.add_eos_token_id(95)
 

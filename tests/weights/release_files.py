@@ -25,15 +25,17 @@ def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def to_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def to_fp8(
+    tensors: dict[str, torch.Tensor], block: tuple[int, int] = BLOCK
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Tensors and scales as fp8 releases have them, and what they mean in fp32."""
     stored, meant = {}, {}
     for name, x in tensors.items():
         stored[name] = meant[name] = x
         if re.search(r"_proj(\.weight)?$|in_proj_(qkv|z|qkvz)\.weight$", name):
-            grid = tuple(-(-n // b) for n, b in zip(x.shape[-2:], BLOCK, strict=True))
+            grid = tuple(-(-n // b) for n, b in zip(x.shape[-2:], block, strict=True))
             scale = (0.001 + torch.rand(*x.shape[:-2], *grid)).bfloat16()
-            spread = scale.float().repeat_interleave(BLOCK[0], -2).repeat_interleave(BLOCK[1], -1)
+            spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
             spread = spread[..., : x.shape[-2], : x.shape[-1]]
             stored[name] = (x / spread).to(torch.float8_e4m3fn)
             stored[name + "_scale_inv"] = scale
@@ -41,9 +43,9 @@ def to_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], d
     return stored, meant
 
 
-def fp8_config(config: dict[str, Any]) -> dict[str, Any]:
+def fp8_config(config: dict[str, Any], block: tuple[int, int] = BLOCK) -> dict[str, Any]:
     return config | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                     "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"]}}  # fmt: skip
+                     "weight_block_size": list(block), "modules_to_not_convert": ["lm_head"]}}  # fmt: skip
 
 
 def parts_of(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
