@@ -160,7 +160,7 @@ def test_what_a_repository_lacks_is_told_with_a_remedy(hub, tmp_path):
 
 
 def test_a_configuration_is_fetched_without_its_weights(hub, tmp_path):
-    """For plans: one file, kept for days without a network; unknown names are told, a missing network is not an error."""
+    """For plans: one file, kept for days without a network. Unknown names are told, a missing network is no error."""
     code = (
         "import sys\n"
         "from lampejo.errors import UserError\n"

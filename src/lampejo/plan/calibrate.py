@@ -32,7 +32,9 @@ CONTEXTS = (64, 576)  # tokens before them
 BEYOND_CACHES = 96 << 20  # bytes of packed weights
 LARGEST_HEAD = 64 << 20  # weights; a larger head is measured on a part of its rows
 PAGE_SIZE, ROUNDS = 32, 9
-STEP_S = 60e-6  # of the engine beside the model, per step (docs/performance.md, plain, greedy)
+# Of the engine beside the model, greedy: per step, and per token of it (docs/performance.md, plain and 15 drafts;
+# the arg-max is measured with the head).
+STEP_S, TOKEN_S = 50e-6, 40e-6
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Cpu:
 
     def seconds(self, work: Work, queries: int) -> Seconds:
         """``queries``: tokens of the pass that share a context."""
-        expected = STEP_S + work.dense * at(self.layer, work.tokens) + work.head * at(self.matrix, work.tokens)
+        expected = STEP_S + work.tokens * TOKEN_S
+        expected += work.dense * at(self.layer, work.tokens) + work.head * at(self.matrix, work.tokens)
         expected += work.context * at(self.context, queries) + work.state / self.bandwidth
         if work.experts:
             expected += work.experts * at(self.layer, work.tokens_per_expert)
