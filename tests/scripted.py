@@ -24,6 +24,7 @@ from lampejo.models.dflash import DFlash
 from lampejo.request import Request, StopParams
 from lampejo.runner import VerifyOutput
 from lampejo.sampling import SamplingParams
+from lampejo.scheduler import ScheduledRow
 from lampejo.speculate import NGRAM_MAX_WIDTH, Drafter, Speculator
 from lampejo.states import Save
 from lampejo.tokenizer import Tokenizer
@@ -77,6 +78,58 @@ class ScriptedRunner:
 
     def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
         assert not any(saves), "the target has no state"
+
+
+class ScriptedHybridRunner(ScriptedRunner):
+    """Has recurrent layers too. A state is the text that it was computed from, so that it tells when it is another."""
+
+    def __init__(self, target: Target, num_pages: int, page_size: int, num_state_slots: int) -> None:
+        super().__init__(target, num_pages, page_size)
+        self.num_state_slots = num_state_slots
+        self.states: list[tuple[int, ...] | None] = [None] * num_state_slots
+        self._journal: dict[int, tuple[ScheduledRow, tuple[int, ...]]] = {}
+
+    def verify(self, batch: Batch) -> VerifyOutput:
+        out = super().verify(batch)
+        for row in batch.rows:
+            if row.load is not None:
+                self.states[row.request.state.slot] = self.states[row.load]
+        self._journal = {}
+        for i, (row, segment) in enumerate(zip(batch.rows, batch.segments, strict=True)):
+            if segment.position == 0:
+                self.states[row.request.state.slot] = ()
+            self.check(row.request)
+            tokens = tuple(batch.ids[segment.start : segment.start + segment.length].tolist())
+            if row.width:
+                self._journal[i] = row, tokens
+            else:
+                self._fold(row, tokens, row.saves)
+        return out
+
+    def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
+        for i, (row, tokens) in self._journal.items():
+            self._fold(row, tokens[: num_committed[i]], saves[i])
+
+    def check(self, request: Request) -> None:
+        """The state of a row is that of its committed text."""
+        assert self.states[request.state.slot] == tuple(request.ids[: request.num_computed]), "a state of another text"
+
+    def _fold(self, row: ScheduledRow, tokens: tuple[int, ...], saves: Sequence[Save]) -> None:
+        slot = row.request.state.slot
+        text = (self.states[slot] or ()) + tokens
+        for save in saves:
+            self.states[save.slot] = text[: save.position]
+        self.states[slot] = text
+
+
+def text_of_snapshot(engine: Engine, name: int) -> tuple[int, ...]:
+    """The text up to the end of a page, by the keys of the prefix cache."""
+    keys = {engine.pool._names[pages[0]]: key for key, pages in engine.pool._bearers.items()}
+    text: tuple[int, ...] = ()
+    while name:
+        name, tokens = keys[name]
+        text = tokens + text
+    return text
 
 
 def random_target(seed: int = 0) -> Target:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lampejo.pages import PagePool
 from lampejo.request import Request, StopParams
 from lampejo.scheduler import ScheduledRow, Scheduler
+from lampejo.states import Save, StatePool
 from tiny import make_request
 
 PAGE = 8
@@ -20,9 +21,11 @@ def wanting(width: int) -> Widths:
 
 
 def make_scheduler(
-    num_pages: int = 100, max_rows: int = 8, token_budget: int = 64, max_context: int = 200
+    num_pages: int = 100, max_rows: int = 8, token_budget: int = 64, max_context: int = 200, num_slots: int = 0
 ) -> Scheduler:
-    return Scheduler(PagePool(num_pages, PAGE), max_rows, token_budget, max_context)
+    """``num_slots``: for recurrent states, 0: the target has none."""
+    states = StatePool(num_slots) if num_slots else None
+    return Scheduler(PagePool(num_pages, PAGE, states), max_rows, token_budget, max_context)
 
 
 def request_of(num_prompt: int, first_id: int = 2, max_tokens: int | None = None) -> Request:
@@ -67,6 +70,29 @@ def check(scheduler: Scheduler, plan: Sequence[ScheduledRow]) -> None:
         assert all(held.count(page) == 1 for page in written), "a page that is written has two owners"
     assert all(not request.pages and not request.num_computed for request in scheduler.waiting)
     scheduler.pool.check_integrity()
+    if scheduler.states is not None:
+        check_states(scheduler, plan)
+
+
+def check_states(scheduler: Scheduler, plan: Sequence[ScheduledRow]) -> None:
+    """What holds for every plan of a target with recurrent layers."""
+    assert scheduler.states is not None
+    slots = [request.state.slot for request in scheduler.running if request.state is not None]
+    assert len(slots) == len(scheduler.running), "a row without a state"
+    assert all(request.state is None for request in scheduler.waiting), "a state without a row"
+    saves = [save for row in plan for save in row.saves]
+    held = slots + [save.slot for save in saves]
+    assert len(set(held)) == len(held) == scheduler.states.num_held, "a slot with two owners, or one too many"
+    for row in plan:
+        start, ends = row.request.num_computed, positions(row.saves)
+        assert row.load is None or start > 0
+        assert ends == sorted(ends) and all(start < end <= start + row.num_known for end in ends)
+        assert not ends or row.width == 0, "which drafts are accepted is not known yet"
+        assert all(end % PAGE == 0 for end in ends)
+
+
+def positions(saves: Sequence[Save]) -> list[int]:
+    return [save.position for save in saves]
 
 
 def shape(plan: Sequence[ScheduledRow]) -> list[tuple[int, int, int]]:
@@ -285,6 +311,112 @@ def test_a_removed_request_gives_its_pages_back_wherever_it_is():
     assert scheduler.pool.num_free == scheduler.pool.num_pages
 
 
+def test_a_prompt_saves_its_state_at_chunk_ends_and_at_its_own_end():
+    """M1: the same prompt again starts from the last page end that leaves a token to compute."""
+    scheduler = make_scheduler(num_slots=20)
+    request = request_of(150)
+    scheduler.add(request)
+    assert [positions(step(scheduler)[0].saves) for _ in range(3)] == [[64], [128], [144]]
+    scheduler.remove(request)
+    again = request_of(150)
+    scheduler.add(again)
+    (row,) = step(scheduler)
+    assert again.num_cached == 144 and row.load is not None
+    assert positions(row.saves) == [], "nothing new to save"
+
+
+def test_a_prompt_in_one_chunk_saves_its_state_in_the_middle_of_it():
+    """Fault: a step more for each prompt, only because its end lies within a page."""
+    scheduler = make_scheduler(num_slots=20)
+    scheduler.add(request_of(45))
+    (row,) = step(scheduler)
+    assert (row.num_known, positions(row.saves)) == (45, [40])
+
+
+def test_a_prompt_that_fills_its_pages_saves_before_its_last_page_and_after_it():
+    """M1, M2: the same prompt again needs a token to compute, the next turn can start after all of it."""
+    scheduler = make_scheduler(num_slots=20)
+    scheduler.add(request_of(48))
+    assert positions(step(scheduler)[0].saves) == [40, 48]
+
+
+@pytest.mark.parametrize("width", [0, 3, 20])
+def test_an_answer_keeps_only_its_latest_state(width):
+    """M2: the next turn starts from the last page end, and a long answer does not fill all slots."""
+    scheduler = make_scheduler(num_slots=20)
+    request = request_of(13)
+    scheduler.add(request)
+    while len(request.ids) < 100:
+        step(scheduler, width, num_accepted=width)
+    assert scheduler.states.num_held == 1
+    last = request.num_computed // PAGE * PAGE
+    names = {scheduler.pool.name_at(request.pages, end): end for end in range(PAGE, last + 1, PAGE)}
+    assert [names[name] for name in scheduler.states.names] == [8, last]
+
+
+def test_a_state_that_another_request_started_from_stays():
+    """Fault: an answer goes on and takes away what a second conversation on its text would start from."""
+    scheduler = make_scheduler(num_slots=20)
+    first = request_of(13)
+    scheduler.add(first)
+    while len(first.ids) < 34:
+        step(scheduler)
+    second = make_request([*first.ids, 50, 51])
+    scheduler.add(second)
+    step(scheduler)
+    assert second.num_cached == 32
+    while len(first.ids) < 60:
+        step(scheduler)
+    assert scheduler.states.find(scheduler.pool.name_at(first.pages, 32)) is not None
+
+
+def test_a_common_beginning_is_saved_when_it_comes_the_second_time():
+    """Fault: agents share a long system prompt, and each computes it anew, since nobody's chunk ended with it."""
+    scheduler = make_scheduler(num_slots=20)
+    requests = [make_request([*range(2, 45), 90 + i, *range(60 + i, 70)]) for i in range(3)]
+    cached = []
+    for request in requests:
+        scheduler.add(request)
+        saves = positions(step(scheduler)[0].saves)
+        assert saves == ([40, 48] if len(cached) == 1 else [48])
+        cached.append(request.num_cached)
+        scheduler.remove(request)
+    assert cached == [0, 0, 40]
+
+
+def test_states_are_saved_only_in_slots_that_rows_leave():
+    """Fault: a request without a slot. With as many rows as slots nothing is kept, and all goes on."""
+    scheduler = make_scheduler(num_slots=2, max_rows=2)
+    requests = [request_of(30, first_id=40 * i) for i in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    plan = step(scheduler)
+    assert [positions(row.saves) for row in plan] == [[], []] and scheduler.states.names == []
+    scheduler.remove(requests[0])
+    scheduler.remove(requests[1])
+    plan = step(scheduler)
+    assert [positions(row.saves) for row in plan] == [[24]]
+    again = request_of(30, first_id=80)
+    scheduler.add(again)
+    (_, row) = step(scheduler)  # takes the slot of the very state that it starts from
+    assert again.num_cached == 24 and row.load == again.state.slot
+
+
+def test_a_preempted_request_returns_to_its_latest_state():
+    """M4: it gives its slot back, and what it has to compute anew is short."""
+    scheduler = make_scheduler(num_pages=8, max_context=64, num_slots=10)
+    old, young = request_of(25, 2), request_of(25, 40)
+    scheduler.add(old)
+    scheduler.add(young)
+    step(scheduler)
+    while young in scheduler.running:
+        step(scheduler)
+    assert young.state is None and scheduler.states.num_held == 1
+    scheduler.remove(old)
+    (row,) = step(scheduler)
+    assert row.load is not None and row.num_known <= 2 * PAGE
+
+
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_any_course_of_events_keeps_the_budget_the_pages_and_everyone_moving(data):
@@ -293,7 +425,9 @@ def test_any_course_of_events_keeps_the_budget_the_pages_and_everyone_moving(dat
     max_rows = draw(st.integers(1, 5))
     max_context = draw(st.integers(20, 80))
     num_pages = -(-max_context // PAGE) + draw(st.integers(0, 6))
-    scheduler = make_scheduler(num_pages, max_rows, max_rows + draw(st.integers(0, 30)), max_context)
+    num_slots = draw(st.sampled_from([0, max_rows, max_rows + 1, max_rows + 5]))
+    budget = max_rows + draw(st.integers(0, 30))
+    scheduler = make_scheduler(num_pages, max_rows, budget, max_context, num_slots)
     prefixes = [range(2, 90), range(3, 91), range(2, 90, 2)]
     arrivals = draw(
         st.lists(st.tuples(st.integers(0, 2), st.integers(1, max_context - 1), st.integers(1, 40)), max_size=9)
@@ -324,3 +458,4 @@ def test_any_course_of_events_keeps_the_budget_the_pages_and_everyone_moving(dat
         num_steps += 1
         assert num_steps < 20_000, "somebody is starved"
     assert scheduler.pool.num_free == num_pages
+    assert scheduler.states is None or scheduler.states.num_held == 0
