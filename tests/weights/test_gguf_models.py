@@ -7,10 +7,12 @@ import torch
 from gguf import GGUFValueType as Value
 from gguf_models import MODELS, SIZES, make_model, write_model
 
+from lampejo.config import EngineConfig
 from lampejo.errors import UserError
-from lampejo.loader import load_target
+from lampejo.loader import load_model, load_target
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu.fused import PackedMatrix
+from lampejo.terminal import start_lines
 from lampejo.weights.checkpoint import open_checkpoint
 from oracle import forward
 
@@ -102,6 +104,8 @@ def test_layers_of_multi_token_prediction_are_left_alone_and_reported(tmp_path, 
     torch.testing.assert_close(logits_of(path), expected(model), rtol=1e-4, atol=1e-4)
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config.num_layers == 4 and checkpoint.skipped == {"MTP": 3}
+    loaded, _ = load_model(str(path), "none", EngineConfig(ops="reference", max_context=32), None, None)
+    assert "lampejo: skipped: MTP (3 tensors)" in start_lines(loaded.info)
     path = write_model(tmp_path / "n.gguf", arch, model, extra=extra)
     with pytest.raises(UserError, match=r"unknown tensors: .*blk\.4"), open_checkpoint(path) as checkpoint:
         load_target(checkpoint)

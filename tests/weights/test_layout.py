@@ -1,20 +1,25 @@
 """The layouts of the releases: experts one by one or stacked, fp8 or not, and what the text leaves alone."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from gguf_models import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from makefiles import write_folder
 from release_files import fp8_config, one_by_one, parts_of, stacked, to_fp8
 
 from lampejo.errors import UserError
 from lampejo.loader import load_target
+from lampejo.models.config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeConfig
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu.fused import PackedMatrix
 from lampejo.weights.checkpoint import open_checkpoint
 from lampejo.weights.describe import describe, facts
+from lampejo.weights.layout import Layout
 from oracle import forward
 
 IDS = [3, 17, 41, 5, 5, 88, 60, 2, 9, 33, 71, 28]
@@ -142,3 +147,27 @@ def test_a_tensor_under_both_names_is_refused(tmp_path):
     twice = tensors | {"model.language_model.norm.weight": tensors["model.norm.weight"].clone()}
     with pytest.raises(UserError, match=r"'model.norm.weight' twice"):
         open_checkpoint(write_folder(tmp_path / "m", twice, config))
+
+
+MOE = ModelConfig(
+    "qwen3_next", 96, 64, 96, 2, 6, 2, 32, 1e-6, RopeConfig(1e4), 128, False,
+    experts=ExpertsConfig(2, 1, 32), delta_net=DeltaNetConfig((0,), 2, 6, 16, 16, 4),
+)  # fmt: skip
+PARTS = ("gate", "up", "down", "gate_up")
+EXPERT_NAMES = [f"model.layers.0.mlp.experts.{e}{part}_proj.weight" for e in ("0.", "1.", "2.", "") for part in PARTS]
+NAMES = [*EXPERT_NAMES, "mtp.x", "x", *(f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba"))]
+SIZES = [(32, 64), (64, 32), (2, 32, 64), (2, 64, 64), (2, 64, 32), (12, 64), (256, 64), (), (0,), (5,)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(SIZES), max_size=14))
+def test_whatever_tensors_there_are_each_has_its_rows_or_is_refused(shapes):
+    """C7: nothing but a UserError may come out, and no rows beyond a tensor's end."""
+    try:
+        layout = Layout("m", {name: name for name in shapes}, shapes, MOE)
+    except UserError:
+        return
+    for name, shape in layout.shapes.items():
+        runs = layout.find(name).runs
+        assert layout.find(name).shape == shape and sum(r.stop - r.start for r in runs) == math.prod(shape[:-1])
+        assert all(0 <= r.start <= r.stop <= math.prod(shapes[r.tensor][:-1]) for r in runs)
