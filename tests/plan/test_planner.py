@@ -123,3 +123,14 @@ def test_what_was_inferred_is_told():
     told = terminal(plan_of("Qwen/Qwen3-Coder-Next", "h200"))
     assert "inferred, not published, of the drafter: MLP size, heads, taps" in told
     assert "inferred" not in terminal(plan_of("Qwen/Qwen3.5-122B-A10B", "h200"))
+
+
+def test_drafts_that_do_not_pay_are_told_so():
+    """Fault: the speed of plain decoding under the name of a drafter."""
+    plan = plan_of(
+        "Qwen/Qwen3.5-35B-A3B", "rtx4090", [GPU_PRECISIONS["fp4"]], (1,), acceptance=(1.01, 1.02, 6.0), goal=1.0
+    )
+    assert plan.guess == 0 and plan.chosen.best(0).width == 0
+    assert "plain decoding" in answer(plan) and "at an acceptance length of 1.01" not in answer(plan)
+    middle = plan_of("Qwen/Qwen3.5-35B-A3B", "rtx4090", [GPU_PRECISIONS["fp4"]], (1,), acceptance=(1.01, 6.0, 6.0))
+    assert "At an acceptance length of 1.01 drafts do not pay." in answer(middle)

@@ -79,6 +79,8 @@ def _harder(plan: Plan, guess: int) -> str:
     """A lower acceptance length than the one that was chosen for: what it gives, and what would reach the goal."""
     assert plan.chosen is not None
     told = _speed(plan, plan.chosen, guess)
+    if not plan.chosen.best(guess).width:
+        told = f"At an acceptance length of {plan.wish.acceptance[guess]:g} drafts do not pay"
     if plan.wish.goal is None or not reaches(plan, plan.chosen, plan.guess):
         return f"{told}."
     way = next((way for way in plan.ways if reaches(plan, way, guess)), None)
@@ -155,7 +157,10 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
             ("memory, GB", f"{told}; {_gb(way.needed)} of {_gb(way.available)} that can be used of each device")
         )
         rows.append(
-            ("context that fits", f"{plan.context_that_fits:,} tokens per request ({config.max_context:,} known)")
+            (
+                "context that fits",
+                f"{plan.context_that_fits:,} tokens per request; the model knows {config.max_context:,}",
+            )
         )
     return rows
 

@@ -1,6 +1,6 @@
 """Where the configurations of a plan come from: a file, a folder, the hub, or the table of what is published."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lampejo.errors import UserError
@@ -89,7 +89,9 @@ def find_drafter_for(target: Target, spec: str) -> Drafter | None:
     if spec not in ("auto", "dflash"):
         return _named_drafter(target, spec)
     if target.embedded is not None:
-        return _read_drafter(target, target.embedded.name, target.embedded / "config.json")
+        return replace(
+            _read_drafter(target, target.embedded.name, target.embedded / "config.json"), source="in the package"
+        )
     known = speculator_for([target.name], _sizes(target))
     if known is None:
         if spec == "dflash":
