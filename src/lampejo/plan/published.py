@@ -86,13 +86,16 @@ def _qwen3_5(text: dict[str, Any], tied: bool = False, **more: Any) -> dict[str,
 
 
 _QWEN35_35B = Published(_qwen3_5(_hybrid(2048, 40, 16, 2, 32), **_experts(256, 8, 512, 512)), "classes, torchtitan")
-_QWEN35_27B = Published(_qwen3_5(_hybrid(5120, 64, 24, 4, 48), intermediate_size=17408), "card, slime, torchtitan")
+_QWEN35_27B = Published(
+    _qwen3_5(_hybrid(5120, 64, 24, 4, 48), intermediate_size=17408),
+    "card, slime; value heads: docs.modular.com, Qwen3_5Config",
+)
 
 TARGETS: dict[str, Published] = {
     "Qwen/Qwen3-4B": Published(
         _qwen3(2560, 36, 9728, 32, 8, tie_word_embeddings=True), "copies: MultiRL/qwen3_4b_instruct_sft"
     ),
-    "Qwen/Qwen3-8B": Published(_qwen3(4096, 36, 12288, 32, 8), "notes (the drafter's sizes), classes (heads)"),
+    "Qwen/Qwen3-8B": Published(_qwen3(4096, 36, 12288, 32, 8), "copies: thejaminator/qwen-hook-layer-9"),
     "Qwen/Qwen3-30B-A3B": Published(
         _qwen3(2048, 48, 6144, 32, 4, **_experts(128, 8, 768), model_type="qwen3_moe"), "slime"
     ),
