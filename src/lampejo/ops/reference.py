@@ -80,7 +80,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
+    return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1).to(x.dtype)
 
 
 def write_pages(
@@ -257,18 +257,20 @@ def delta_net(
     mixed [T, C]: q | k | v as projected; log_decay [T, Hv], at most 0; beta [T, Hv]; conv_weight [C, K], the present
     token last. window [C, K-1] holds the projections of the tokens before, state [Hv, Dk, Dv] what was learnt from
     them; a row starts with zeros in both. Returns out [T, Hv, Dv], and window and state after the last token, as new
-    tensors. Bit-identical however a text is split into calls.
+    tensors. Bit-identical however a text is split into calls. All but ``conv_weight`` may have one more dimension in
+    front, of several rows.
     """
     q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
     decay, beta = log_decay.float().exp()[..., None, None], beta.float()[..., None]  # [T, Hv, 1, 1], [T, Hv, 1]
     q, k = q[..., None], k[..., None]  # [T, Hv, Dk, 1]
-    state, outs = state.float(), [v.new_empty(0, *v.shape[1:])]
-    for t in range(len(mixed)):
-        state = state * decay[t]
-        known = (state * k[t]).sum(1)  # [Hv, Dv]: what the state says about this key
-        state = state + k[t] * (beta[t] * (v[t] - known)).unsqueeze(1)
-        outs.append((state * q[t]).sum(1, keepdim=True).transpose(0, 1))
-    return torch.cat(outs), window, state
+    state, outs = state.float(), [v[..., :0, :, :]]
+    steps = (x.unbind(dim) for x, dim in ((q, -4), (k, -4), (v, -3), (decay, -4), (beta, -3)))
+    for q_t, k_t, v_t, decay_t, beta_t in zip(*steps, strict=True):
+        state = state * decay_t
+        known = (state * k_t).sum(-2)  # [Hv, Dv]: what the state says about this key
+        state = state + k_t * (beta_t * (v_t - known)).unsqueeze(-2)
+        outs.append((state * q_t).sum(-2).unsqueeze(-3))
+    return torch.cat(outs, dim=-3), window, state
 
 
 def delta_net_chunked(
@@ -286,41 +288,43 @@ def delta_net_chunked(
     Within a chunk token i adds ``k_i u_i`` to the state, ``u_i = beta_i (v_i - what the state before i says of k_i)``.
     That state is the chunk's first one and the additions before i, all decayed: a triangular system for u.
     """
-    num_tokens = len(mixed)
+    num_tokens = mixed.shape[-2]
+    chunk = max(1, min(num_tokens, DELTA_CHUNK))
     q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
-    # [T, Hv, ...] -> [Hv, chunks, DELTA_CHUNK, ...]; padding has beta 0 and no decay, so it changes nothing
+    # [T, Hv, ...] -> [Hv, chunks, n, ...]; padding has beta 0 and no decay, so it changes nothing
     q, k, v, beta, log_decay = (
-        F.pad(x.float().transpose(0, 1), (0, 0, 0, -num_tokens % DELTA_CHUNK)).unflatten(1, (-1, DELTA_CHUNK))
+        F.pad(x.float().transpose(-3, -2), (0, 0, 0, -num_tokens % chunk)).unflatten(-2, (-1, chunk))
         for x in (q, k, v, beta[..., None], log_decay[..., None])
     )
-    since_start = log_decay.cumsum(2)  # [Hv, chunks, n, 1], of the decay; between j and i it is the difference
-    between = since_start - since_start.transpose(2, 3)
-    between = between.masked_fill(between.new_ones(between.shape[2:]).triu(1).bool(), -math.inf).exp()  # 0 for j > i
-    system = (beta * k) @ k.transpose(2, 3) * between  # its diagonal is taken as 1
+    since_start = log_decay.cumsum(-2)  # [Hv, chunks, n, 1], of the decay; between j and i it is the difference
+    between = since_start - since_start.transpose(-2, -1)
+    between = between.masked_fill(between.new_ones(chunk, chunk).triu(1).bool(), -math.inf).exp()  # 0 for j > i
+    system = (beta * k) @ k.transpose(-2, -1) * between  # its diagonal is taken as 1
     right = torch.cat([beta * v, beta * since_start.exp() * k], dim=-1)
     of_values, of_state = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], dim=-1
     )  # u = of_values - of_state @ state
-    seen = q @ k.transpose(2, 3) * between  # [Hv, chunks, n, n]
+    seen = q @ k.transpose(-2, -1) * between  # [Hv, chunks, n, n]
     q = q * since_start.exp()
-    total = since_start[:, :, -1:]
-    k = (k * (total - since_start).exp()).transpose(2, 3)
+    total = since_start[..., -1:, :]
+    k = (k * (total - since_start).exp()).transpose(-2, -1)
 
-    state, outs = state.float(), [v.new_empty(len(v), 0, v.shape[-1])]
-    for c in range(v.shape[1]):
-        u = of_values[:, c] - of_state[:, c] @ state
-        outs.append(q[:, c] @ state + seen[:, c] @ u)
-        state = state * total[:, c].exp() + k[:, c] @ u
-    return torch.cat(outs, dim=1).transpose(0, 1)[:num_tokens], window, state
+    state, outs = state.float(), [v[..., 0:0, 0, :]]
+    steps = (x.unbind(-3) for x in (q, k, seen, of_values, of_state, total.exp()))
+    for q_c, k_c, seen_c, of_values_c, of_state_c, decay_c in zip(*steps, strict=True):
+        u = of_values_c - of_state_c @ state
+        outs.append(q_c @ state + seen_c @ u)
+        state = state * decay_c + k_c @ u
+    return torch.cat(outs, dim=-2).transpose(-3, -2)[..., :num_tokens, :, :], window, state
 
 
 def _convolved(
     mixed: torch.Tensor, conv_weight: torch.Tensor, sizes: DeltaSizes, window: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries and keys [T, Hv, Dk] of unit length, queries scaled, values [T, Hv, Dv], and the next window."""
-    num_tokens, kernel = len(mixed), conv_weight.shape[1]
-    seen = torch.cat([window.T.float(), mixed.float()])  # [K - 1 + T, C]
-    taps = [seen[i : i + num_tokens] * conv_weight[:, i].float() for i in range(kernel)]
+    num_tokens, kernel = mixed.shape[-2], conv_weight.shape[1]
+    seen = torch.cat([window.transpose(-2, -1).float(), mixed.float()], dim=-2)  # [K - 1 + T, C]
+    taps = [seen[..., i : i + num_tokens, :] * conv_weight[:, i].float() for i in range(kernel)]
     total = taps[0]
     for tap in taps[1:]:
         total = total + tap
@@ -328,11 +332,11 @@ def _convolved(
     key_size = sizes.num_key_heads * sizes.key_head_dim
     q, k, v = total.split([key_size, key_size, sizes.num_value_heads * sizes.value_head_dim], dim=-1)
     group = sizes.num_value_heads // sizes.num_key_heads
-    heads = (num_tokens, sizes.num_key_heads, sizes.key_head_dim)
-    q, k = (_unit(x.reshape(heads)) for x in (q, k))
-    q, k = (x.repeat(1, group, 1) if sizes.tiled else x.repeat_interleave(group, dim=1) for x in (q, k))
-    v = v.reshape(num_tokens, sizes.num_value_heads, sizes.value_head_dim)
-    return q * sizes.key_head_dim**-0.5, k, v, seen[num_tokens:].T.to(window.dtype).contiguous()
+    q, k = (_unit(x.unflatten(-1, (sizes.num_key_heads, sizes.key_head_dim))) for x in (q, k))
+    q, k = (x.tile(group, 1) if sizes.tiled else x.repeat_interleave(group, dim=-2) for x in (q, k))
+    v = v.unflatten(-1, (sizes.num_value_heads, sizes.value_head_dim))
+    next_window = seen[..., num_tokens:, :].transpose(-2, -1).to(window.dtype).contiguous()
+    return q * sizes.key_head_dim**-0.5, k, v, next_window
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
