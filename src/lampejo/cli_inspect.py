@@ -12,7 +12,7 @@ from lampejo.weights.describe import describe, facts
 def inspect(model: str, as_json: bool) -> int:
     """Prints a table, or one JSON object. Returns the exit code."""
     with open_checkpoint(model) as checkpoint:
-        kv_dtype = kv_dtype_of(choose_ops(EngineConfig(), checkpoint.config.head_dim)[0])
+        kv_dtype = kv_dtype_of(choose_ops(EngineConfig(), checkpoint.config)[0])
         if as_json:
             print(json.dumps(facts(checkpoint, kv_dtype), ensure_ascii=False))
         else:

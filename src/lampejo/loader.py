@@ -63,7 +63,7 @@ def load_model(
         config = config.resolve(checkpoint.config.max_context)
         assert config.max_context is not None and config.num_pages is not None
         tokenizer = load_tokenizer(checkpoint)
-        packed_kind, ops_reason = choose_ops(config, checkpoint.config.head_dim)
+        packed_kind, ops_reason = choose_ops(config, checkpoint.config)
         packed_pages = None if packed_kind is None else config.page_size
         choice = open_for(drafter, checkpoint, target_layer_ids)
         _check_width(config.width, drafter, choice.config)
@@ -133,7 +133,7 @@ def _set_threads(threads: int | None, on_kernels: bool) -> None:
         _torch_threads = None
 
 
-def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | None]:
+def choose_ops(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str | None]:
     """How the CPU kernels pack float weights; None where the reference operations run, with the reason if nobody asked
     for them."""
     if config.ops == "reference":
@@ -142,7 +142,7 @@ def choose_ops(config: EngineConfig, head_dim: int) -> tuple[int | None, str | N
         if config.ops == "cpu":
             raise UserError("The CPU kernels have no fp32 weights.", "Choose --quantize q8, or --ops reference.")
         return None, None
-    lacking = _lacking(head_dim, config.page_size)
+    lacking = _lacking(model, config.page_size)
     if lacking and (config.ops == "cpu" or config.quantize):
         asked_for = "--ops cpu" if config.ops == "cpu" else f"--quantize {config.quantize}"
         raise UserError(
@@ -157,15 +157,19 @@ def kv_dtype_of(packed_kind: int | None) -> torch.dtype:
     return torch.float32 if packed_kind is None else torch.float16
 
 
-def _lacking(head_dim: int, page_size: int) -> str | None:
+def _lacking(model: ModelConfig, page_size: int) -> str | None:
     """Why the kernels cannot run; the reference operations always can."""
     if LIBRARY is None:
         return "the CPU kernels were not built"
     if instruction_set() is None:
         return "the CPU kernels do not know this processor"
-    if not fits_kernels(head_dim, MAX_PAGE_SIZE):
-        return f"the CPU kernels do not know heads of {head_dim}"
-    return None if fits_kernels(head_dim, page_size) else f"the CPU kernels do not know pages of {page_size} tokens"
+    if model.experts or model.delta_net:
+        return f"the CPU kernels do not know the layers of {model.architecture}"
+    if not fits_kernels(model.head_dim, MAX_PAGE_SIZE):
+        return f"the CPU kernels do not know heads of {model.head_dim}"
+    return (
+        None if fits_kernels(model.head_dim, page_size) else f"the CPU kernels do not know pages of {page_size} tokens"
+    )
 
 
 def _packed_weights(target: Target) -> str:

@@ -111,6 +111,16 @@ def test_layers_of_multi_token_prediction_are_left_alone_and_reported(tmp_path, 
         load_target(checkpoint)
 
 
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe"])
+def test_layers_that_the_kernels_do_not_know_run_on_the_reference_operations(tmp_path, arch):
+    """C2: fault: an AttributeError instead of a word about it."""
+    path = str(write_model(tmp_path / "m.gguf", arch, make_model(arch)))
+    loaded, _ = load_model(path, "none", EngineConfig(max_context=32), None, None)
+    assert loaded.info["ops"] == "reference" and "kernels" in loaded.info["ops_reason"]
+    with pytest.raises(UserError, match="cannot serve this model"):
+        load_model(path, "none", EngineConfig(max_context=32, ops="cpu"), None, None)
+
+
 U32, F32, STRING = Value.UINT32, Value.FLOAT32, Value.STRING
 WRONG = {
     "no rotated part": ("qwen35", {"rope__dimension_count": None}, "lacks the key 'rope.dimension_count'"),
