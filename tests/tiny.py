@@ -59,7 +59,9 @@ TINY_HYBRID_MOE = replace(
     architecture="qwen3_5_moe",
     experts=ExpertsConfig(num_experts=8, num_active=3, intermediate_size=24, shared_intermediate_size=40),
 )
-TINY_NEXT = replace(TINY_HYBRID_MOE, architecture="qwen3_next")
+TINY_NEXT = replace(
+    TINY_HYBRID_MOE, architecture="qwen3_next", experts=replace(TINY_HYBRID_MOE.experts, dense_layers=(2,))
+)
 TINY_TARGETS = {
     config.architecture: config for config in (TINY, TINY_QWEN3, TINY_MOE, TINY_NEXT, TINY_HYBRID, TINY_HYBRID_MOE)
 }  # one of each architecture

@@ -16,6 +16,7 @@ from lampejo import ops
 from lampejo.batch import make_batch
 from lampejo.loader import load_target
 from lampejo.models.layers import Target
+from lampejo.ops.cpu import instruction_set
 from lampejo.request import StopParams
 from lampejo.runner import Runner
 from lampejo.scheduler import ScheduledRow
@@ -40,6 +41,7 @@ from oracle import (
 )
 from tiny import (
     TINY_DRAFTER,
+    TINY_QWEN3,
     TINY_TARGETS,
     make_drafter,
     make_engine,
@@ -226,6 +228,32 @@ def test_both_forms_of_the_recurrence_in_turn_give_the_logits_of_transformers(na
             view.delta_net = (ops.delta_net_chunked, ops.delta_net)[i // size % 2]
             logits.append(view.forward(target, ids[i : i + size])[0])
         assert (torch.cat(logits) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", TINY_TARGETS)
+def test_targets_compute_in_half_precision(architecture: str):
+    """Fault: a part that goes on in fp32, and meets weights that are not; devices hold weights in 16 bits."""
+    target, ids = make_target(TINY_TARGETS[architecture]), prompt_of(60)
+    expected, _ = forward(target, ids)
+    for dtype, share in ((torch.float16, 0.05), (torch.bfloat16, 0.4)):
+        logits, taps = forward(target.to(dtype), ids, (1,))
+        assert taps.dtype is dtype and logits.dtype is torch.float32
+        assert (logits - expected).abs().mean() < share * expected.std()
+
+
+def test_qwen3_on_the_kernels_is_off_by_the_rounding_to_8_bits_alone():
+    """Fault: norms of q and k that the fused layers leave out."""
+    if instruction_set() is None:
+        pytest.skip("the CPU kernels were not built, or do not know this processor")
+    ids, logits = prompt_of(60), []
+    for packed in (False, True):
+        target = make_target(TINY_QWEN3, packed=packed)
+        runner = Runner(target, None, 8, 16, torch.float16 if packed else None)
+        request = make_request(ids[:1])
+        request.pages = [4, 1, 0, 3]
+        batch = make_batch([ScheduledRow(request, 1, len(ids))], [ids[1:]], 16, (), runner.device)
+        logits.append(runner.verify(batch).logits)
+    assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[0].std()
 
 
 def test_vision_and_mtp_are_left_out_by_name(tmp_path: Path):

@@ -31,12 +31,11 @@ class DeltaNet(nn.Module):
         assert config.delta_net is not None
         sizes = config.delta_net
         value_size = sizes.num_value_heads * sizes.value_head_dim
-        num_channels = 2 * sizes.num_key_heads * sizes.key_head_dim + value_size
-        self.in_proj_qkv = Linear(config.hidden_size, num_channels)
+        self.in_proj_qkv = Linear(config.hidden_size, sizes.num_channels)
         self.in_proj_z = Linear(config.hidden_size, value_size)
         self.in_proj_b = Linear(config.hidden_size, sizes.num_value_heads)
         self.in_proj_a = Linear(config.hidden_size, sizes.num_value_heads)
-        self.conv1d = Convolution(num_channels, sizes.conv_size)
+        self.conv1d = Convolution(sizes.num_channels, sizes.conv_size)
         self.A_log = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.dt_bias = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.norm = RMSNorm(sizes.value_head_dim, config.rms_norm_eps)  # without offset, whatever the others have
@@ -52,11 +51,12 @@ class DeltaNet(nn.Module):
 
 class Qwen3_5(Target):
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, (make_layer(config, i) for i in range(config.num_layers)))
-
-
-def make_layer(config: ModelConfig, layer: int) -> Layer:
-    assert config.delta_net is not None
-    if layer not in config.delta_net.layers:
-        return Layer(config, make_mlp(config, layer))
-    return Layer(config, make_mlp(config, layer), DeltaNet(config))
+        assert config.delta_net is not None
+        recurrent = config.delta_net.layers
+        super().__init__(
+            config,
+            (
+                Layer(config, make_mlp(config, i), DeltaNet(config) if i in recurrent else None)
+                for i in range(config.num_layers)
+            ),
+        )
