@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from transformers import PreTrainedModel
 
@@ -117,12 +116,6 @@ def save(
     of a layer in one tensor, else one by one."""
     model.to(dtype).save_pretrained(folder, max_shard_size=shard, save_original_format=not stacked)
     return model.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
-
-
-def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of one text without any cache: what ``Llama.forward`` asks of its caller, at its simplest."""
-    heads = (x.transpose(0, 1) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 class RowView:
