@@ -1,88 +1,21 @@
 """Repositories of the hub, fetched by huggingface_hub from a stand-in on this machine."""
 
 import errno
-import hashlib
-import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hub_stand_in import Hub, environment
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from makefiles import HF_CONFIG, random_tensors, target_shapes, write_folder, write_gguf
 
 from lampejo.errors import UserError
 from lampejo.weights.hub import fetch
 
-COMMIT = "a" * 40
 FILES = [SimpleNamespace(rfilename=name) for name in ("config.json", "model.safetensors")]
-
-
-class Hub:
-    """Serves ``repos[name][file] -> bytes`` in the hub's way, and remembers which files were asked for."""
-
-    def __init__(self) -> None:
-        self.repos: dict[str, dict[str, bytes]] = {}
-        self.fetched: list[str] = []
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                hub.answer(self, with_body=True)
-
-            def do_HEAD(self) -> None:
-                hub.answer(self, with_body=False)
-
-            def log_message(self, *args) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
-        self.thread.start()
-
-    def answer(self, request: BaseHTTPRequestHandler, with_body: bool) -> None:
-        parts = request.path.partition("?")[0].strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
-        repo, rest = "/".join(parts[2:4] if is_api else parts[:2]), parts[4 if is_api else 2 :]
-        files = self.repos.get(repo)
-        headers = {"X-Repo-Commit": COMMIT}
-        if files is None or (len(rest) > 1 and rest[1] not in ("main", "v2", COMMIT)):
-            headers["X-Error-Code"] = "RepoNotFound" if files is None else "RevisionNotFound"
-            status, body = 404, b"{}"
-        elif is_api and rest[:1] == ["tree"]:
-            status, body = 200, json.dumps([
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in files.items()
-            ]).encode()  # fmt: skip
-        elif is_api:
-            siblings = [{"rfilename": name} for name in files]
-            status, body = 200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode()
-        elif "/".join(rest[2:]) in files:
-            name = "/".join(rest[2:])
-            status, body = 200, files[name]
-            headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
-            if with_body:
-                self.fetched.append(name)
-        else:
-            headers["X-Error-Code"] = "EntryNotFound"
-            status, body = 404, b""
-        request.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            request.send_header(key, value)
-        request.end_headers()
-        if with_body:
-            request.wfile.write(body)
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -113,11 +46,9 @@ def ask(hub_url: str, home: Path, *specs: str, code: str | None = None) -> list[
         "        with open_checkpoint(spec) as c: print('OPEN', c.name, c.format, len(c.tensor_names()), c.path)\n"
         "    except UserError as error: print('ERROR', error)\n"
     )
-    environment = {
-        **os.environ, "HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, *specs], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *specs], env=environment(hub_url, home), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
