@@ -26,7 +26,9 @@ from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu.library import LIBRARY, Q8
 from lampejo.ops.reference import KEY_CHUNK
 from lampejo.packing import pack_drafter
-from lampejo.weights.checkpoint import Checkpoint
+from lampejo.weights.checkpoint import Checkpoint, open_checkpoint
+from lampejo.weights.describe import describe, facts
+from oracle import make_qwen3_5, save
 from tiny import TINY_DRAFTER, make_drafter
 
 SIZES = {"vocab_size": 260, "hidden_size": 32}
@@ -299,6 +301,25 @@ def test_keys_and_values_that_memory_cannot_hold_are_refused_with_a_context_that
     loaded, config = load(target, "none", max_context=context)
     assert context > 1000 and loaded.info["max_context"] == context
     assert 2**23 < config.num_pages * config.page_size * loaded.info["kv_bytes_per_token"] <= 2**25
+
+
+def test_recurrent_states_are_told_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Fault: states of gigabytes that nobody announced; keys and values counted for layers that have none."""
+    save(make_qwen3_5(vocab_size=260, eos_token_id=256), tmp_path / "Tiny-Hybrid")
+    folder = add_tokenizer(tmp_path / "Tiny-Hybrid")
+    loaded, _ = load(folder, "none", ops="reference", max_rows=3, num_snapshots=2)
+    with open_checkpoint(str(folder)) as checkpoint:
+        known, table = facts(checkpoint, torch.float32), dict(describe(checkpoint, torch.float32))
+    per_request = 4 * 3 * (6 * 24 * 40 + 3 * (2 * 3 * 24 + 6 * 40))  # three layers: matrices, windows of three tokens
+    assert known["state_bytes_per_request"] == loaded.info["state_bytes_per_request"] == per_request
+    assert f"{per_request:,} bytes per request" in table["recurrent state"]
+    assert known["kv_bytes_per_token"] == loaded.info["kv_bytes_per_token"] == 2 * 1 * 3 * 16 * 4  # one layer
+    assert loaded.runner.num_state_slots == 5
+
+    monkeypatch.setattr("lampejo.loader._total_memory", lambda: 2**26)
+    with pytest.raises(UserError, match=r"states of 16 requests and 1000 cached prefixes would take 0\.1 GB") as caught:
+        load(folder, "none", ops="reference", num_snapshots=1000)
+    assert "num_snapshots" in caught.value.remedy
 
 
 def test_the_default_pool_of_a_long_context_does_not_ask_for_it_twice():
