@@ -13,8 +13,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         default="auto",
-        help="auto (n-gram where the text repeats, else the DFlash drafter made for the model), none, ngram, dflash, "
-        "or the folder or repository of a DFlash drafter (default: auto)",
+        help="auto (n-gram where the text repeats, else the DFlash drafter that belongs to the model: in the package, "
+        "beside it, or known and fetched by name), none, ngram, dflash, or the folder, .gguf file or repository of a "
+        "DFlash drafter (default: auto)",
     )
     group.add_argument(
         "--target-layer-ids", metavar="I,J,...", help="the drafter's taps, 0-based, for a drafter that does not tell"

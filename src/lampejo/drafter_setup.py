@@ -46,6 +46,16 @@ class DrafterChoice:
         return self.opened[0] if self.opened else None
 
 
+def refuse_drafter_as_model(model: str) -> None:
+    """``UserError`` with the target's name for a published drafter, which generates nothing by itself."""
+    known = speculator_named(model)
+    if known is not None:
+        raise UserError(
+            f"{model} is a drafter, for {known.targets[0]}.",
+            f"Give --model {known.targets[0]}; auto finds the drafter.",
+        )
+
+
 def open_for(drafter: str, checkpoint: Checkpoint, target_layer_ids: tuple[int, ...] | None) -> DrafterChoice:
     """The drafter that ``--drafter`` asks for, read; ``UserError`` if it cannot be had or does not fit."""
     if drafter in ("none", "ngram"):

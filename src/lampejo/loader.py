@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lampejo.config import SPARE_TOKENS, EngineConfig
-from lampejo.drafter_setup import drafter_info, mismatch, open_for, trial
+from lampejo.drafter_setup import drafter_info, mismatch, open_for, refuse_drafter_as_model, trial
 from lampejo.errors import UserError
 from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.dflash import DFlash
@@ -59,6 +59,7 @@ def load_model(
     started = time.perf_counter()
     if threads is not None:
         check_number("threads", threads, 1, MOST_THREADS, whole=True)
+    refuse_drafter_as_model(model)
     with open_checkpoint(model) as checkpoint:
         config = config.resolve(checkpoint.config.max_context)
         assert config.max_context is not None and config.num_pages is not None

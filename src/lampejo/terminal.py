@@ -76,17 +76,25 @@ def fallback_line(info: Mapping[str, Any]) -> str | None:
     return f"lampejo: {reason}: running on PyTorch's operations, several times slower{remedy}"
 
 
+def drafter_line(info: Mapping[str, Any]) -> str | None:
+    """What a DFlash drafter is and takes; None without one."""
+    drafter = info.get("dflash")
+    if not drafter:
+        return None
+    memory, window = drafter["memory"], drafter["window"]
+    length = drafter["trial_acceptance_length"]
+    parts = [f"blocks of {drafter['block_size']}", *([f"window {window}"] if window else [])]
+    parts += [f"{memory['weights'] / 1e6:,.0f} MB and {memory['context_per_token']:,} bytes per token of context"]
+    parts += [f"{length:.1f} tokens per step on a built-in prompt"] if length else []
+    return f"drafter {info['drafter']} ({drafter['reason']}): {', '.join(parts)}"
+
+
 def start_lines(info: Mapping[str, Any]) -> list[str]:
-    """What to tell once, at load: a drafter that did not come with the package, with what it takes, parts of a
-    checkpoint that are left alone, and warnings."""
-    lines, drafter = [], info.get("dflash")
-    if drafter and drafter["reason"] != "in the package":
-        memory, window = drafter["memory"], drafter["window"]
-        length = drafter["trial_acceptance_length"]
-        parts = [f"blocks of {drafter['block_size']}", *([f"window {window}"] if window else [])]
-        parts += [f"{memory['weights'] / 1e6:,.0f} MB and {memory['context_per_token']:,} bytes per token of context"]
-        parts += [f"{length:.1f} tokens per step on a built-in prompt"] if length else []
-        lines.append(f"lampejo: drafter {info['drafter']} ({drafter['reason']}): {', '.join(parts)}")
+    """What to tell once, at load: a drafter that did not come with the package, parts of a checkpoint that are left
+    alone, and warnings."""
+    lines, line = [], drafter_line(info)
+    if line and info["dflash"]["reason"] != "in the package":
+        lines.append(f"lampejo: {line}")
     lines += [f"lampejo: skipped: {info['skipped']}"] if info.get("skipped") else []
     return lines + [f"lampejo: warning: {warning}" for warning in info.get("warnings", [])]
 

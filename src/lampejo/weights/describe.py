@@ -10,16 +10,16 @@ import torch
 from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.drafter_config import drafter_config_from_hf
 from lampejo.weights.checkpoint import Checkpoint
-from lampejo.weights.drafters import find_drafter
+from lampejo.weights.drafters import find_drafter, known_drafter
 from lampejo.weights.files import read_json
 
 
 def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
     """Everything as JSON can hold it; nothing is dequantised for it. ``kv_dtype``: of keys and values in a default run,
-    which holds the context of a matching drafter too."""
+    which holds the context of a drafter in the package too. ``matching_drafters``: that one, else published ones."""
     files = [checkpoint.path] if checkpoint.path.is_file() else sorted(checkpoint.path.glob("*.safetensors"))
     names = [name for name in checkpoint.tensor_names() if name != "rope_freqs.weight"]
-    drafter = find_drafter(checkpoint)
+    drafter, known = find_drafter(checkpoint), known_drafter(checkpoint)
     cached: list[ModelConfig | DrafterConfig] = [checkpoint.config]
     if drafter:
         cached.append(drafter_config_from_hf(read_json(drafter / "config.json")))
@@ -38,7 +38,7 @@ def facts(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> dict[str, Any]:
         "eos_ids": list(checkpoint.eos_ids),
         "generation_defaults": checkpoint.generation_defaults,
         "chat_template": checkpoint.chat_template,
-        "matching_drafters": [drafter.name] if drafter else [],
+        "matching_drafters": [drafter.name] if drafter else list(known.repos) if known else [],
     }
 
 
@@ -72,7 +72,7 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
     first_line = next((line.strip() for line in (template or "").splitlines() if line.strip()), "")
     kv_bytes = known["kv_bytes_per_token"]
     kv_size = f"{kv_bytes:,} bytes per token in {known['kv_dtype']}"
-    kv_size += ", the drafter's context included" if known["matching_drafters"] else ""
+    kv_size += ", the drafter's context included" if find_drafter(checkpoint) else ""
     state = known["state_bytes_per_request"]
     recurrent = [("recurrent state", f"{state:,} bytes per request in float32")] if state else []
     layers, experts = str(config.num_layers), []
@@ -105,5 +105,5 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
         ("end tokens", ", ".join(map(str, checkpoint.eos_ids)) or "none"),
         ("sampling defaults", ", ".join(f"{k} {v}" for k, v in checkpoint.generation_defaults.items()) or "none"),
         ("chat template", f"yes: {first_line[:80]}" if template else "no"),
-        ("matching drafters", ", ".join(known["matching_drafters"]) or "none in the package"),
+        ("matching drafters", ", ".join(known["matching_drafters"]) or "none known"),
     ]
