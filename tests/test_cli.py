@@ -305,9 +305,9 @@ def test_compare_shows_both_answers_and_that_they_are_identical(run):
     """The main job: one prompt plain and with drafts, side by side, and the proof below."""
     code, out, _ = run("generate", "--compare", "--max-tokens", "24", HAIKU)
     assert code == 0 and out.splitlines()[-1] == "identical: yes"
-    effective = ("int8", "q4: 210, q8: 1; keys and values float16")
+    effective = ("int8", "q4: 210, q8: 1; keys and values float16, 24,576 bytes per token")
     if instruction_set() is None:
-        effective = ("float32", "fp32; keys and values float32")
+        effective = ("float32", "fp32; keys and values float32, 49,152 bytes per token")
     assert all(words in out.splitlines()[1] for words in effective)
     assert "times plain" in out and "acceptance length" in out and out.count("tok/s") == 2
 

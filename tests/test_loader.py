@@ -26,6 +26,7 @@ from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu.library import LIBRARY, Q8
 from lampejo.ops.reference import KEY_CHUNK
 from lampejo.packing import pack_drafter
+from lampejo.terminal import memory_words
 from lampejo.weights.checkpoint import Checkpoint, open_checkpoint
 from lampejo.weights.describe import describe, facts
 from oracle import make_qwen3_5, save
@@ -313,6 +314,7 @@ def test_recurrent_states_are_told_and_counted(tmp_path: Path, monkeypatch: pyte
     per_request = 4 * 3 * (6 * 24 * 40 + 3 * (2 * 3 * 24 + 6 * 40))  # three layers: matrices, windows of three tokens
     assert known["state_bytes_per_request"] == loaded.info["state_bytes_per_request"] == per_request
     assert f"{per_request:,} bytes per request" in table["recurrent state"]
+    assert memory_words(loaded.info).endswith(f"; recurrent state {per_request:,} bytes per request")
     assert known["kv_bytes_per_token"] == loaded.info["kv_bytes_per_token"] == 2 * 1 * 3 * 16 * 4  # one layer
     assert loaded.runner.num_state_slots == 5
 

@@ -9,10 +9,12 @@ from lampejo.bench.measure import Bench, Results, Suite
 from lampejo.bench.stats import Sample
 from lampejo.config import EngineConfig
 from lampejo.loader import Loaded
+from lampejo.models.config import ModelConfig
 from lampejo.runner import Runner
 from lampejo.speculate import Speculator
 from lampejo.width import WidthController
 from scripted import CHAT, EOS, ScriptedRunner, Target, lively_pair, make_tokenizer
+from tiny import TINY
 
 TINY_SUITE = Suite(
     num_prompts=2,
@@ -56,14 +58,16 @@ def scripted_bench(target: Target, arms: tuple[str, ...] = ("plain", "ngram"), r
     return Bench(loaded, config, speculators, Results(list(speculators)))
 
 
-def tiny_loaded() -> Loaded:
+def tiny_loaded(model: ModelConfig = TINY) -> Loaded:
     """A random target with a random DFlash drafter; nothing ends its answers."""
     config = config_of()
     assert config.num_pages is not None
-    target, drafter = lively_pair()
+    target, drafter = lively_pair(model)
     with torch.inference_mode():
         target.model.embed_tokens.weight[:3] *= 0.01  # so that it says characters rather than special tokens
-    return loaded_of(Runner(target, drafter, config.num_pages, config.page_size), eos_ids=())
+    slots = config.max_rows + config.num_snapshots
+    runner = Runner(target, drafter, config.num_pages, config.page_size, num_state_slots=slots)
+    return loaded_of(runner, eos_ids=())
 
 
 def sample(arm: str = "plain", speed: float | None = 100.0, **others: Any) -> Sample:

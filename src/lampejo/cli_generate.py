@@ -16,6 +16,7 @@ from lampejo.terminal import (
     OriginPainter,
     acceptance,
     drafting_mode,
+    memory_words,
     printable,
     side_by_side,
     statistics_line,
@@ -170,7 +171,7 @@ def _comparison(plain: Completion, drafted: Completion, info: dict[str, Any], sp
     return "\n".join(
         [
             f"{info['model']}, {info['quantization']}",
-            f"{info['dtype']} on {info['ops']}; weights {info['weights']}; keys and values {info['kv_dtype']}",
+            f"{info['dtype']} on {info['ops']}; weights {info['weights']}; {memory_words(info)}",
             rule,
             side_by_side("plain", drafting_mode(info), width),
             rule,

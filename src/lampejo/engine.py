@@ -52,7 +52,9 @@ class Engine:
         verdicts = accept(out.logits, batch.verify_rows)
         verify_seconds = time.perf_counter() - started
         deltas, num_committed, saves = self._advance(batch, verdicts)
+        started = time.perf_counter()
         self.runner.commit(out, num_committed, saves)
+        verify_seconds += time.perf_counter() - started
         self.speculator.observe(batch, out.taps, verdicts, num_committed, verify_seconds)
         for delta in deltas:
             if delta.finish_reason:

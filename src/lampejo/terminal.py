@@ -67,6 +67,13 @@ def drafting_mode(info: Mapping[str, Any]) -> str:
     return f"{mode}, reference operations" if slowly else mode
 
 
+def memory_words(info: Mapping[str, Any]) -> str:
+    """What a token of context takes, and a request beside its tokens, if the target has recurrent layers."""
+    state = info["state_bytes_per_request"]
+    words = f"keys and values {info['kv_dtype']}, {info['kv_bytes_per_token']:,} bytes per token"
+    return words + (f"; recurrent state {state:,} bytes per request" if state else "")
+
+
 def fallback_line(info: Mapping[str, Any]) -> str | None:
     """What to tell once, at load, where the reference operations run although nobody asked for them."""
     reason = info.get("ops_reason")

@@ -9,6 +9,7 @@ from lampejo.bench.measure import GREEDY, MOST_VERIFIED, Bench, Results
 from lampejo.bench.peers import PeerError
 from lampejo.bench.workloads import CATEGORIES
 from scripted import EOS, ids_of
+from tiny import TINY_HYBRID
 from tiny_bench import TINY_SUITE, config_of, scripted_bench, tiny_loaded
 
 RHYME = ids_of("round and round and round it goes, ")
@@ -42,6 +43,20 @@ def test_every_arm_of_a_tiny_model_gives_what_plain_gives():
     assert all(len(seconds) == TINY_SUITE.verify_rounds for seconds in results.verify.values())
     assert all(speed for found in results.concurrency.values() for speeds in found.values() for speed in speeds)
     assert all(one for rounds in results.lengths[300].values() for one in rounds)
+
+
+def test_a_target_with_recurrent_layers_is_measured_too():
+    """Fault: a pass without the row's state, or one whose commit is not counted."""
+    loaded, config = tiny_loaded(TINY_HYBRID), config_of()
+    speculators = make_speculators(loaded, ["dflash"], 3, None)
+    bench = Bench(loaded, config, speculators, Results(list(speculators)))
+    commits, commit = [], loaded.runner.commit
+    loaded.runner.commit = lambda out, counts, saves: (commits.append(counts), commit(out, counts, saves))
+    bench.categories(["chat"], replace(TINY_SUITE, num_prompts=1, num_sampled=0))
+    commits.clear()
+    bench.verify_cost(TINY_SUITE)
+    assert bench.results.failures == [] and sorted(bench.results.verify) == list(range(1, MOST_VERIFIED + 1))
+    assert commits[-MOST_VERIFIED:] == [[n] for n in reversed(range(1, MOST_VERIFIED + 1))]
 
 
 def test_a_drafting_arm_drafts():

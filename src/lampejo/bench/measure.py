@@ -22,6 +22,7 @@ from lampejo.loader import Loaded
 from lampejo.request import Request
 from lampejo.scheduler import ScheduledRow
 from lampejo.speculate import Speculator
+from lampejo.states import RowState
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 SAMPLED = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 20}
@@ -262,12 +263,15 @@ class Bench:
         runner, n = self.loaded.runner, VERIFY_CONTEXT
         request = Request(0, ids[: n + 1])
         request.pages = list(range(-(-len(ids) // runner.page_size)))
+        request.state = RowState(slot=0)
 
         def verify(num_known: int, drafts: list[int]) -> float:
             row = ScheduledRow(request, num_known, len(drafts))
             batch = make_batch([row], [drafts], runner.page_size, self.loaded.eos_ids, runner.device)
             started = time.perf_counter()
-            accept(runner.verify(batch).logits, batch.verify_rows)
+            out = runner.verify(batch)
+            accept(out.logits, batch.verify_rows)
+            runner.commit(out, [len(batch.ids)], [()])
             return time.perf_counter() - started
 
         verify(n, [])
