@@ -24,6 +24,8 @@ ORDER = [
     "request",
     "scheduler",
     "ops.reference",
+    "ops.recurrence",
+    "ops.device",
     "ops",
     "ops.stored",
     "ops.cpu.library",

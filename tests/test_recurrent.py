@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lampejo import ops
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.models.layers import Target
@@ -123,11 +122,14 @@ def test_rejected_inputs_full_of_nan_leave_no_trace(hybrid):
     def poisoned(out: VerifyOutput, num_committed: Sequence[int], saves: Any) -> None:
         nonlocal num_poisoned
         assert out.view is not None
-        for _, journaled in out.view.journal:
-            for i, inputs in journaled.items():
+        counts = [n for row, n in zip(out.view.rows, num_committed, strict=True) if row.width]
+        for _, inputs in out.view.journal:
+            start = 0
+            for segment, count in zip(out.view.drafted, counts, strict=True):
                 for x in inputs:
-                    x[num_committed[i] :] = math.nan
-                    num_poisoned += x[num_committed[i] :].numel()
+                    rejected = x[start + count : start + segment.length]
+                    num_poisoned += rejected.fill_(math.nan).numel()
+                start += segment.length
         commit(out, num_committed, saves)
 
     engine.runner.commit = poisoned  # type: ignore[method-assign]
@@ -201,28 +203,6 @@ def test_a_state_is_found_in_the_very_slot_that_its_row_gets(hybrid):
     run(engine, [beside := make_request(prompt_of(20, seed=4), LONG)])
     assert run(engine, [second]) == expected
     assert beside.num_output == 40
-
-
-def test_long_runs_of_known_tokens_may_be_taken_at_once(hybrid):
-    """On devices other than a CPU a prompt goes through the chunked form: the same state up to rounding, whatever the
-    chunks, and saved in the middle too."""
-    text = prompt_of(300)
-    expected = state_of(hybrid, text)
-    engine = make_engine(hybrid, page_size=128, token_budget=200)
-    lengths: list[int] = []
-
-    def counted(mixed: torch.Tensor, *rest: Any) -> Any:
-        lengths.append(len(mixed))
-        return ops.delta_net_chunked(mixed, *rest)
-
-    engine.runner.states._long_run = counted
-    request = make_request(text, StopParams(max_tokens=2, ignore_eos=True))
-    engine.add(request)
-    engine.step()
-    engine.step()
-    for ours, theirs in zip(state_in(engine, request.state.slot), expected, strict=True):
-        assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
-    assert lengths == [128, 72] * 3, "200 tokens with a page end after 128; then 56 and 44, one token at a time"
 
 
 def scripted_hybrid(drafter: ScriptedDrafter, **config: Any) -> tuple[Engine, ScriptedHybridRunner]:

@@ -52,21 +52,13 @@ class PagedCache:
 
     def read(self, layer: int, pages: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions start .. end-1 of a row as k, v [end - start, G, D]."""
-        first = start // self.page_size
-        index = torch.tensor(pages[first : -(-end // self.page_size)], dtype=torch.long, device=self.k.device)
-        span = slice(start - first * self.page_size, end - first * self.page_size)
-        k = self.k[layer][index].permute(0, 3, 1, 2).flatten(0, 1)
-        v = self.v[layer][index].transpose(1, 2).flatten(0, 1)
-        return k[span], v[span]
+        return ops.read_pages(self.k[layer], self.v[layer], pages, start, end)
 
     @property
     def bytes_per_token(self) -> int:
         """Keys and values, all layers."""
         num_layers, _, num_kv_heads, head_dim, _ = self.k.shape
         return 2 * num_layers * num_kv_heads * head_dim * self.k.element_size()
-
-
-LONG_RUN = 64  # tokens that are worth taking at once, on a device that is better at it
 
 
 class Inputs(NamedTuple):
@@ -76,11 +68,11 @@ class Inputs(NamedTuple):
     log_decay: torch.Tensor  # [T, Hv]
     beta: torch.Tensor  # [T, Hv]
 
-    def part(self, start: int, end: int) -> "Inputs":
-        return Inputs(self.mixed[start:end], self.log_decay[start:end], self.beta[start:end])
-
-    def clone(self) -> "Inputs":
-        return Inputs(self.mixed.clone(), self.log_decay.clone(), self.beta.clone())
+    def of(self, segments: Sequence[ops.Segment]) -> "Inputs":
+        """A copy for the tokens of some segments, one after another."""
+        if not segments:
+            return Inputs(*(x[:0] for x in self))
+        return Inputs(*(torch.cat([x[s.start : s.start + s.length] for s in segments]) for x in self))
 
 
 class StateCache:
@@ -92,8 +84,6 @@ class StateCache:
         slots, state = (len(sizes.layers), num_slots), (sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim)
         self.windows = torch.empty((*slots, sizes.num_channels, sizes.conv_size - 1), device=device)
         self.states = torch.empty((*slots, *state), device=device)
-        # A CPU always goes token by token, so that results do not depend on how a text is cut.
-        self._long_run = ops.delta_net if device.type == "cpu" else ops.delta_net_chunked
 
     @property
     def bytes_per_slot(self) -> int:
@@ -104,27 +94,10 @@ class StateCache:
         self.windows[:, target] = self.windows[:, source]
         self.states[:, target] = self.states[:, source]
 
-    def read(self, layer: int, slot: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Window and state of a row that has come to ``position``; zeros at 0, whatever its slot held before."""
-        window, state = self.windows[layer, slot], self.states[layer, slot]
-        return (window, state) if position else (torch.zeros_like(window), torch.zeros_like(state))
-
-    def fold(
-        self, layer: int, slot: int, position: int, inputs: Inputs, conv_weight: torch.Tensor, saves: Sequence[Save]
-    ) -> torch.Tensor:
-        """Moves a row's state over T tokens from ``position`` on, and saves it on the way. conv_weight [C, K] -> out
+    def run(self, layer: int, inputs: Inputs, conv_weight: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Moves states of a layer along runs (``plan`` of ``ops.plan_runs``) -> the outputs of their tokens, run by run
         [T, Hv, Dv]."""
-        window, state = self.read(layer, slot, position)
-        outs, start = [], 0
-        for end, target in [*((save.position - position, save.slot) for save in saves), (len(inputs.mixed), slot)]:
-            if start < end:
-                run = self._long_run if end - start >= LONG_RUN else ops.delta_net
-                out, window, state = run(*inputs.part(start, end), conv_weight, self.sizes, window, state)
-                outs.append(out)
-            self.windows[layer, target] = window
-            self.states[layer, target] = state
-            start = end
-        return torch.cat(outs)
+        return ops.delta_net_runs(*inputs, conv_weight, self.sizes, self.windows[layer], self.states[layer], plan)
 
 
 class CausalView:
@@ -134,11 +107,12 @@ class CausalView:
         self.cache = cache
         self.segments = segments
         self.slots = slots
+        self.plan = ops.plan_attention(cache.k.device, segments, cache.page_size)
         self.native: Any = None  # what the fused layers of ops.cpu make of this view, once per step
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.store(layer, k, v)
-        return ops.paged_attention(q, self.cache.k[layer], self.cache.v[layer], self.segments)
+        return ops.paged_attention(q, self.cache.k[layer], self.cache.v[layer], self.plan)
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v [T, G, D] go to the step's slots."""
@@ -158,10 +132,16 @@ class HybridView(CausalView):
         super().__init__(cache, batch.segments, batch.slots)
         self.states = states
         self.rows = batch.rows
-        self.journal: list[tuple[torch.Tensor, dict[int, Inputs]]] = []  # per layer: conv_weight, inputs by row
+        self.journal: list[tuple[torch.Tensor, Inputs]] = []  # per layer: conv_weight, inputs of rows with drafts
+        self.drafted = [segment for row, segment in zip(batch.rows, batch.segments, strict=True) if row.width]
         for row in batch.rows:
             if row.load is not None:
                 states.copy(row.load, _slot(row))
+        runs = [
+            _run(row, segment, segment.start, segment.length, None if row.width else row.saves)
+            for row, segment in zip(batch.rows, batch.segments, strict=True)
+        ]
+        self.runs = ops.plan_runs(cache.k.device, runs)
 
     def recur(
         self, layer: int, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, conv_weight: torch.Tensor
@@ -171,25 +151,30 @@ class HybridView(CausalView):
         mixed [T, C], log_decay and beta [T, Hv], conv_weight [C, K] -> [T, Hv, Dv].
         """
         assert layer == len(self.journal)
-        step, outs, journaled = Inputs(mixed, log_decay, beta), [], {}
-        for i, (row, segment) in enumerate(zip(self.rows, self.segments, strict=True)):
-            slot, inputs = _slot(row), step.part(segment.start, segment.start + segment.length)
-            if row.width:
-                start = self.states.read(layer, slot, segment.position)
-                outs.append(ops.delta_net(*inputs, conv_weight, self.states.sizes, *start)[0])
-                journaled[i] = inputs.clone()  # a view would keep the whole step
-            else:
-                outs.append(self.states.fold(layer, slot, segment.position, inputs, conv_weight, row.saves))
-        self.journal.append((conv_weight, journaled))
-        return torch.cat(outs)
+        inputs = Inputs(mixed, log_decay, beta)
+        self.journal.append((conv_weight, inputs.of(self.drafted)))
+        return self.states.run(layer, inputs, conv_weight, self.runs)
 
     def commit(self, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
         """The first ``num_committed[i]`` tokens of row i count. They go through the operation of single steps, so that
-        the state is that of single steps to the last bit."""
-        for layer, (conv_weight, journaled) in enumerate(self.journal):
-            for i, inputs in journaled.items():
-                slot, position = _slot(self.rows[i]), self.segments[i].position
-                self.states.fold(layer, slot, position, inputs.part(0, num_committed[i]), conv_weight, saves[i])
+        on a CPU the state is that of single steps to the last bit."""
+        if not self.drafted:
+            return
+        runs, start = [], 0
+        for row, segment, count, row_saves in zip(self.rows, self.segments, num_committed, saves, strict=True):
+            if row.width:
+                runs.append(_run(row, segment, start, count, row_saves))
+                start += segment.length
+        plan = ops.plan_runs(self.cache.k.device, runs)
+        for layer, (conv_weight, inputs) in enumerate(self.journal):
+            self.states.run(layer, inputs, conv_weight, plan)
+
+
+def _run(row: ScheduledRow, segment: ops.Segment, start: int, length: int, saves: Sequence[Save] | None) -> ops.Run:
+    """The first ``length`` tokens of a row's segment, which lie at ``start``; ``saves`` None: its state stays."""
+    slot, position = _slot(row), segment.position
+    stores = [] if saves is None else [*((save.position - position, save.slot) for save in saves), (length, slot)]
+    return ops.Run(start, length, slot if position else None, stores)
 
 
 def _slot(row: ScheduledRow) -> int:
@@ -207,16 +192,11 @@ class BlockView:
         self.cache = cache
         self.segments = segments
         self.slots = None
+        self.plan = ops.plan_attention(cache.k.device, segments, cache.page_size)
         self.causal = causal
         self.windows = windows
         self.native: Any = None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        window = self.windows[layer]
-        context = [
-            self.cache.read(layer, s.pages, 0 if window is None else max(0, s.position - window + 1), s.position)
-            for s in self.segments
-        ]
-        q, k, v = (x.view(len(self.segments), -1, *x.shape[1:]) for x in (q, k, v))
-        keys, values = [c[0] for c in context], [c[1] for c in context]
-        return ops.block_attention(q, k, v, keys, values, self.causal[layer], window).flatten(0, 1)
+        caches = self.cache.k[layer], self.cache.v[layer]
+        return ops.paged_block_attention(q, k, v, *caches, self.plan, self.causal[layer], self.windows[layer])

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from lampejo import ops
 from lampejo.models.config import DeltaNetConfig
-from lampejo.ops import reference as ops
 from lampejo.ops.reference import KEY_CHUNK, Segment
 
 SHAPES = [(9, 3, 64, 32), (12, 2, 128, 32), (4, 4, 16, 16), (6, 2, 8, 8)]  # Q, G, D, page size

@@ -1,8 +1,7 @@
 """The definition of correct: every operation in plain torch, on any device, differentiable.
 
 Shape legend: T tokens of a step (flat over rows), R rows, B block length, H hidden, N outputs, K inputs, Q query heads,
-G key/value heads, D head size, P pages, S page size, E experts, I inner size of an expert. Of a Gated DeltaNet: Hk key
-heads of Dk, Hv value heads of Dv, C = 2 * Hk * Dk + Hv * Dv channels, K tokens that the short convolution sees.
+G key/value heads, D head size, P pages, S page size, E experts, I inner size of an expert.
 
 **Row invariance** (design principle 3): on a CPU in fp32 a token's result is bit-identical whether it is computed alone
 or beside others. BLAS libraries choose their kernel, and so their order of summation, by the number of rows when there
@@ -11,10 +10,8 @@ size at fixed positions, where a chunk that a row may not see changes nothing, n
 it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +19,6 @@ import torch.nn.functional as F
 ROW_TILE = 8
 KEY_CHUNK = 128  # keys per attention chunk; a multiple of every page size in use
 QUERY_TILE = 128  # tokens whose scores are held at once
-DELTA_CHUNK = 64  # tokens that the chunked delta rule takes at once
 HIDDEN_SCORE = -1e30  # finite, so that a difference of two hidden scores is no NaN; its exponential is an exact 0
 
 
@@ -43,7 +39,7 @@ class Segment:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``. x [T, K], weight [N, K] -> [T, N]."""
     num_rows = x.shape[0]
-    if num_rows == 0 or num_rows % ROW_TILE == 0 or x.device.type != "cpu":
+    if num_rows % ROW_TILE == 0:
         return F.linear(x, weight, bias)
     return F.linear(F.pad(x, (0, 0, 0, -num_rows % ROW_TILE)), weight, bias)[:num_rows]
 
@@ -92,6 +88,24 @@ def write_pages(
     pages, offsets = slots // page_size, slots % page_size
     k_cache[pages, :, :, offsets] = k.to(k_cache.dtype)
     v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+
+
+def read_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Sequence[int], start: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions start .. end-1 of a row as k, v [end - start, G, D]."""
+    page_size = k_cache.shape[-1]
+    first = start // page_size
+    index = torch.tensor(pages[first : -(-end // page_size)], dtype=torch.long, device=k_cache.device)
+    span = slice(start - first * page_size, end - first * page_size)
+    k = k_cache[index].permute(0, 3, 1, 2).flatten(0, 1)
+    v = v_cache[index].transpose(1, 2).flatten(0, 1)
+    return k[span], v[span]
+
+
+def plan_attention(device: torch.device, segments: Sequence[Segment], page_size: int) -> Sequence[Segment]:
+    """What attention wants to know of a step's segments, made once for all layers: here, no more than they are."""
+    return segments
 
 
 def paged_attention(
@@ -192,6 +206,30 @@ def block_attention(
     return torch.stack(outs)
 
 
+def paged_block_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    segments: Sequence[Segment],
+    causal: bool = False,
+    window: int | None = None,
+) -> torch.Tensor:
+    """``block_attention`` over contexts that lie in pages: each segment is a block, at the position of its anchor.
+
+    q [R * B, Q, D]; k, v [R * B, G, D]; k_cache [P, G, D, S], v_cache [P, G, S, D] -> [R * B, Q, D]. What a page holds
+    from the anchor on never matters, not even NaN.
+    """
+    starts = [0 if window is None else max(0, s.position - window + 1) for s in segments]
+    context = [
+        read_pages(k_cache, v_cache, s.pages, start, s.position) for s, start in zip(segments, starts, strict=True)
+    ]
+    q, k, v = (x.view(len(segments), -1, *x.shape[1:]) for x in (q, k, v))
+    keys, values = [c[0] for c in context], [c[1] for c in context]
+    return block_attention(q, k, v, keys, values, causal, window).flatten(0, 1)
+
+
 def route(router_logits: torch.Tensor, num_active: int, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each token: the ``num_active`` most probable of a softmax over all (arXiv 1701.06538).
 
@@ -225,119 +263,3 @@ def experts(
         y = linear(swiglu(gate, up), down[expert])
         out[tokens] += weights[tokens, slots, None].to(x.dtype) * y
     return out
-
-
-class DeltaSizes(Protocol):
-    """What ``delta_net`` needs to know of its heads; ``models.config.DeltaNetConfig`` has it."""
-
-    @property
-    def num_key_heads(self) -> int: ...
-    @property
-    def num_value_heads(self) -> int: ...
-    @property
-    def key_head_dim(self) -> int: ...
-    @property
-    def value_head_dim(self) -> int: ...
-    @property
-    def tiled(self) -> bool: ...
-
-
-def delta_net(
-    mixed: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    conv_weight: torch.Tensor,
-    sizes: DeltaSizes,
-    window: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Short convolution and gated delta rule of some tokens of one row, one token after another (arXiv 2412.06464,
-    section 3.1, equation 10), in fp32.
-
-    mixed [T, C]: q | k | v as projected; log_decay [T, Hv], at most 0; beta [T, Hv]; conv_weight [C, K], the present
-    token last. window [C, K-1] holds the projections of the tokens before, state [Hv, Dk, Dv] what was learnt from
-    them; a row starts with zeros in both. Returns out [T, Hv, Dv], and window and state after the last token, as new
-    tensors. Bit-identical however a text is split into calls. All but ``conv_weight`` may have one more dimension in
-    front, of several rows.
-    """
-    q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
-    decay, beta = log_decay.float().exp()[..., None, None], beta.float()[..., None]  # [T, Hv, 1, 1], [T, Hv, 1]
-    q, k = q[..., None], k[..., None]  # [T, Hv, Dk, 1]
-    state, outs = state.float(), [v[..., :0, :, :]]
-    steps = (x.unbind(dim) for x, dim in ((q, -4), (k, -4), (v, -3), (decay, -4), (beta, -3)))
-    for q_t, k_t, v_t, decay_t, beta_t in zip(*steps, strict=True):
-        state = state * decay_t
-        known = (state * k_t).sum(-2)  # [Hv, Dv]: what the state says about this key
-        state = state + k_t * (beta_t * (v_t - known)).unsqueeze(-2)
-        outs.append((state * q_t).sum(-2).unsqueeze(-3))
-    return torch.cat(outs, dim=-3), window, state
-
-
-def delta_net_chunked(
-    mixed: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    conv_weight: torch.Tensor,
-    sizes: DeltaSizes,
-    window: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``delta_net`` as matrix products over chunks of tokens (arXiv 2412.06464, section 3.3), for devices that are slow
-    at one token after another. Equal to it up to rounding, so not row-invariant.
-
-    Within a chunk token i adds ``k_i u_i`` to the state, ``u_i = beta_i (v_i - what the state before i says of k_i)``.
-    That state is the chunk's first one and the additions before i, all decayed: a triangular system for u.
-    """
-    num_tokens = mixed.shape[-2]
-    chunk = max(1, min(num_tokens, DELTA_CHUNK))
-    q, k, v, window = _convolved(mixed, conv_weight, sizes, window)
-    # [T, Hv, ...] -> [Hv, chunks, n, ...]; padding has beta 0 and no decay, so it changes nothing
-    q, k, v, beta, log_decay = (
-        F.pad(x.float().transpose(-3, -2), (0, 0, 0, -num_tokens % chunk)).unflatten(-2, (-1, chunk))
-        for x in (q, k, v, beta[..., None], log_decay[..., None])
-    )
-    since_start = log_decay.cumsum(-2)  # [Hv, chunks, n, 1], of the decay; between j and i it is the difference
-    between = since_start - since_start.transpose(-2, -1)
-    between = between.masked_fill(between.new_ones(chunk, chunk).triu(1).bool(), -math.inf).exp()  # 0 for j > i
-    system = (beta * k) @ k.transpose(-2, -1) * between  # its diagonal is taken as 1
-    right = torch.cat([beta * v, beta * since_start.exp() * k], dim=-1)
-    of_values, of_state = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], dim=-1
-    )  # u = of_values - of_state @ state
-    seen = q @ k.transpose(-2, -1) * between  # [Hv, chunks, n, n]
-    q = q * since_start.exp()
-    total = since_start[..., -1:, :]
-    k = (k * (total - since_start).exp()).transpose(-2, -1)
-
-    state, outs = state.float(), [v[..., 0:0, 0, :]]
-    steps = (x.unbind(-3) for x in (q, k, seen, of_values, of_state, total.exp()))
-    for q_c, k_c, seen_c, of_values_c, of_state_c, decay_c in zip(*steps, strict=True):
-        u = of_values_c - of_state_c @ state
-        outs.append(q_c @ state + seen_c @ u)
-        state = state * decay_c + k_c @ u
-    return torch.cat(outs, dim=-2).transpose(-3, -2)[..., :num_tokens, :, :], window, state
-
-
-def _convolved(
-    mixed: torch.Tensor, conv_weight: torch.Tensor, sizes: DeltaSizes, window: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys [T, Hv, Dk] of unit length, queries scaled, values [T, Hv, Dv], and the next window."""
-    num_tokens, kernel = mixed.shape[-2], conv_weight.shape[1]
-    seen = torch.cat([window.transpose(-2, -1).float(), mixed.float()], dim=-2)  # [K - 1 + T, C]
-    taps = [seen[..., i : i + num_tokens, :] * conv_weight[:, i].float() for i in range(kernel)]
-    total = taps[0]
-    for tap in taps[1:]:
-        total = total + tap
-    total = total / (1 + torch.exp(-total))
-    key_size = sizes.num_key_heads * sizes.key_head_dim
-    q, k, v = total.split([key_size, key_size, sizes.num_value_heads * sizes.value_head_dim], dim=-1)
-    group = sizes.num_value_heads // sizes.num_key_heads
-    q, k = (_unit(x.unflatten(-1, (sizes.num_key_heads, sizes.key_head_dim))) for x in (q, k))
-    q, k = (x.tile(group, 1) if sizes.tiled else x.repeat_interleave(group, dim=-2) for x in (q, k))
-    v = v.unflatten(-1, (sizes.num_value_heads, sizes.value_head_dim))
-    next_window = seen[..., num_tokens:, :].transpose(-2, -1).to(window.dtype).contiguous()
-    return q * sizes.key_head_dim**-0.5, k, v, next_window
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
