@@ -314,6 +314,7 @@ def test_recurrent_states_are_told_and_counted(tmp_path: Path, monkeypatch: pyte
     per_request = 4 * 3 * (6 * 24 * 40 + 3 * (2 * 3 * 24 + 6 * 40))  # three layers: matrices, windows of three tokens
     assert known["state_bytes_per_request"] == loaded.info["state_bytes_per_request"] == per_request
     assert f"{per_request:,} bytes per request" in table["recurrent state"]
+    assert f"{32 * per_request / 1e6:.0f} MB for 16 requests and 16 cached prefixes" in table["recurrent state"]
     assert memory_words(loaded.info).endswith(f"; recurrent state {per_request:,} bytes per request")
     assert known["kv_bytes_per_token"] == loaded.info["kv_bytes_per_token"] == 2 * 1 * 3 * 16 * 4  # one layer
     assert loaded.runner.num_state_slots == 5

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lampejo.pages import PagePool
+from lampejo.states import StatePool
 
 
 def run_request(pool: PagePool, ids: list[int]) -> tuple[list[int], int]:
@@ -196,6 +197,54 @@ def test_releasing_a_page_twice_is_noticed() -> None:
     pool.release(pages)
     with pytest.raises(AssertionError, match="not in use"):
         pool.release(pages)
+
+
+def pool_with_states(*ends: int) -> tuple[PagePool, list[int], list[int]]:
+    """Of a target with recurrent layers: a text of 4 pages of 2 tokens with snapshots at these ends, and its pages."""
+    pool, ids = PagePool(6, 2, StatePool(4)), [1, 2, 3, 4, 5, 6, 7, 8]
+    assert pool.states is not None
+    pages, _ = run_request(pool, ids)
+    for end in ends:
+        slot = pool.states.take()
+        assert slot is not None
+        pool.states.keep(pool.name_at(pages, end), slot, first_to_go=False)
+    pool.release(pages)
+    return pool, ids, pages
+
+
+@pytest.mark.parametrize(("ends", "num_found"), [((), 0), ((2,), 1), ((2, 6), 3), ((8,), 4), ((4, 8), 4)])
+def test_with_recurrent_layers_a_prefix_ends_where_a_state_was_saved(ends: tuple[int, ...], num_found: int) -> None:
+    """M2: keys and values without the state at their end continue another text."""
+    pool, ids, pages = pool_with_states(*ends)
+    assert pool.match([*ids, 9]) == pages[:num_found]
+    pool.check_integrity()
+    assert pool.num_hit_tokens == 2 * num_found
+    assert pool.find([*ids, 9]) == pages, "they are there all the same"
+
+
+def test_a_state_at_the_very_end_of_a_text_is_no_use_to_the_same_text() -> None:
+    """M1: a token is left to compute, and the state before it was not saved."""
+    pool, ids, _ = pool_with_states(8)
+    assert pool.match(ids) == []
+
+
+def test_a_page_takes_its_state_along_when_it_is_evicted() -> None:
+    """Fault: a name without a page keeps a slot for ever."""
+    pool, ids, pages = pool_with_states(4, 8)
+    pool.allocate(3)
+    pool.check_integrity()
+    assert pool.states is not None and len(pool.states.names) == 1
+    assert pool.match([*ids, 9]) == pages[:2]
+
+
+def test_a_state_stays_when_another_copy_of_its_page_does() -> None:
+    """Fault: two requests bear one text; the first goes, and the text loses its state."""
+    pool, ids, _ = pool_with_states(4)
+    twin = pool.allocate(2)
+    assert twin is not None and pool.states is not None
+    pool.register(ids[:4], twin, 4)  # takes the place of the pages that nobody uses
+    pool.check_integrity()
+    assert pool.match([*ids[:4], 9]) == twin
 
 
 class PoolAgainstNaiveModel(RuleBasedStateMachine):

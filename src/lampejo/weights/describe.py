@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lampejo.config import EngineConfig
 from lampejo.models.config import DrafterConfig, ModelConfig
 from lampejo.models.drafter_config import drafter_config_from_hf
 from lampejo.weights.checkpoint import Checkpoint
@@ -74,7 +75,9 @@ def describe(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> list[tuple[str, s
     kv_size = f"{kv_bytes:,} bytes per token in {known['kv_dtype']}"
     kv_size += ", the drafter's context included" if find_drafter(checkpoint) else ""
     state = known["state_bytes_per_request"]
-    recurrent = [("recurrent state", f"{state:,} bytes per request in float32")] if state else []
+    rows, snapshots = EngineConfig.max_rows, EngineConfig.num_snapshots
+    total = f"{(rows + snapshots) * state / 1e6:,.0f} MB for {rows} requests and {snapshots} cached prefixes"
+    recurrent = [("recurrent state", f"{state:,} bytes per request in float32; {total}")] if state else []
     layers, experts = str(config.num_layers), []
     if config.delta_net:
         layers += f", {len(config.delta_net.layers)} of them Gated DeltaNet"
