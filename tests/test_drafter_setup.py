@@ -20,7 +20,7 @@ from lampejo.drafter_setup import LEAST_ACCEPTANCE, mismatch
 from lampejo.errors import UserError
 from lampejo.loader import load_model
 from lampejo.ops.cpu import instruction_set
-from lampejo.terminal import start_lines
+from lampejo.terminal import drafter_line, start_lines
 from lampejo.weights import speculators
 from published import as_speculators, write
 from test_loader import RULES, SIZES, add_tokenizer
@@ -96,7 +96,11 @@ def test_the_packaged_drafter_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lampejo.loader.trial", lambda *_: pytest.fail("the packaged drafter was tried"))
     loaded, _ = load_model("smollm2", "auto", EngineConfig(max_context=64), None, None)
     facts = loaded.info["dflash"]
-    assert facts["reason"] == "in the package" and start_lines(loaded.info) == []
+    assert (
+        facts["is_packaged"]
+        and "in the package" in (drafter_line(loaded.info) or "")
+        and start_lines(loaded.info) == []
+    )
     assert facts["memory"]["context_per_token"] > 0 and 1e6 < facts["memory"]["weights"] < 40e6
 
 
@@ -150,6 +154,13 @@ def test_a_model_of_a_known_target_s_sizes_gets_the_hint(target: Path, monkeypat
     assert info["dflash"] is None and "--drafter modal-labs/Qwen3.5-4B-DFlash" in info["warnings"][0]
     with pytest.raises(UserError, match=r"No DFlash drafter is known for Tiny-Chat; if it is .*modal-labs"):
         info_of(target, "dflash")
+
+
+def test_a_drafter_given_as_a_model_names_its_target():
+    """From drafter to target; before anything is fetched."""
+    with pytest.raises(UserError, match=r"z-lab/Qwen3\.5-4B-DFlash is a drafter, for Qwen/Qwen3\.5-4B") as caught:
+        load_model("z-lab/Qwen3.5-4B-DFlash", "auto", EngineConfig(), None, None)
+    assert "--model Qwen/Qwen3.5-4B" in caught.value.remedy
 
 
 def test_the_mode_that_a_drafter_was_trained_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from lampejo.api import LLM, Chunk
 from lampejo.cli_options import ModelOptions
 from lampejo.errors import UserError
 from lampejo.request import DraftStats
-from lampejo.terminal import acceptance, drafter_line, drafting_mode, printable, start_lines
+from lampejo.terminal import acceptance, drafter_line, drafting_mode, printable
 
 HELP = """/help         this list
 /stats        tokens, speed and acceptance of this chat
@@ -38,7 +38,7 @@ def chat(model: ModelOptions, params: dict[str, Any], system: str | None) -> int
             _note(
                 f"{llm.info['model']}, context {llm.max_context}; {drafting_mode(llm.info)}. /help lists the commands."
             )
-            if not start_lines(llm.info) and (line := drafter_line(llm.info)):
+            if (line := drafter_line(llm.info)) and llm.info["dflash"]["is_packaged"]:  # others were told at load
                 _note(line)
         return session.run(_line_from_terminal if interactive else sys.stdin.readline)
 

@@ -95,6 +95,7 @@ def drafter_info(choice: DrafterChoice, runner: Runner) -> dict[str, Any] | None
     windows = [window for window in config.windows if window is not None]
     return {
         "reason": choice.reason,
+        "is_packaged": choice.is_packaged,
         "num_layers": config.num_layers,
         "block_size": config.block_size,
         "max_drafts": config.max_drafts,

@@ -100,7 +100,7 @@ def start_lines(info: Mapping[str, Any]) -> list[str]:
     """What to tell once, at load: a drafter that did not come with the package, parts of a checkpoint that are left
     alone, and warnings."""
     lines, line = [], drafter_line(info)
-    if line and info["dflash"]["reason"] != "in the package":
+    if line and not info["dflash"]["is_packaged"]:
         lines.append(f"lampejo: {line}")
     lines += [f"lampejo: skipped: {info['skipped']}"] if info.get("skipped") else []
     return lines + [f"lampejo: warning: {warning}" for warning in info.get("warnings", [])]

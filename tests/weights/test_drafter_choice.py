@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from gguf import GGUFValueType
 from hub_stand_in import Hub, environment
 from makefiles import write_drafter, write_gguf, write_target
@@ -14,6 +15,7 @@ from makefiles import write_drafter, write_gguf, write_target
 from lampejo.errors import UserError
 from lampejo.weights import drafters, speculators
 from lampejo.weights.checkpoint import open_checkpoint
+from lampejo.weights.describe import facts
 from lampejo.weights.drafters import Choice, choose_drafter, doubts, look_alikes
 
 TINY = (32, 2, 64)  # what write_target makes
@@ -103,6 +105,13 @@ def test_the_next_publisher_is_asked_and_then_it_is_an_error_with_a_way_out(
     assert "z-lab/Qwen3.5-4B-DFlash" in caught.value.message and "hub cannot be reached" in caught.value.message
     assert str(tmp_path / "Qwen3.5-4B-DFlash") in caught.value.remedy
     assert "--drafter ngram or --drafter none" in caught.value.remedy
+
+
+def test_inspect_tells_the_published_drafters(tmp_path: Path):
+    """What there is for a model is told without fetching any of it."""
+    with open_checkpoint(write_target(tmp_path / "Qwen3.5-4B-FP8")) as checkpoint:
+        told = facts(checkpoint, torch.float16)["matching_drafters"]
+    assert told == ["modal-labs/Qwen3.5-4B-DFlash", "z-lab/Qwen3.5-4B-DFlash"]
 
 
 def test_an_unknown_name_gets_none_and_the_hint_what_its_sizes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
