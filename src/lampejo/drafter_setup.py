@@ -25,9 +25,9 @@ from lampejo.weights.drafters import Choice, choose_drafter, doubts, look_alikes
 from lampejo.weights.speculators import speculator_named
 from lampejo.width import WidthController
 
-TRIAL_PROMPT = "Write the numbers from one to twenty as words, one per line."
-TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_WIDTH = 32, 3.0, 7
-LEAST_ACCEPTANCE = 1.2  # tokens per step: a drafter that fits reaches 2 and more, any other stays near 1
+TRIAL_PROMPT = "How do I make a cup of tea?"  # as people ask; lists and tables are not what drafters learn first
+TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_STEPS, TRIAL_WIDTH = 48, 3.0, 8, 7
+LEAST_ACCEPTANCE = 1.15  # tokens per step: one that fits reaches 1.4 after minutes of training, 3 when it is good
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def trial(
 ) -> float | None:
     """Tokens committed per step on a built-in prompt with a few drafts each; None if there was nothing to measure.
 
-    It ends after ``TRIAL_TOKENS`` or about ``TRIAL_SECONDS``, whichever comes first, and leaves nothing behind.
+    It ends after ``TRIAL_TOKENS``, or after ``TRIAL_SECONDS`` and ``TRIAL_STEPS``, and leaves nothing behind.
     """
     assert runner.drafter is not None and config.max_context is not None
     prompt_ids = _trial_prompt(tokenizer, chat_template)
@@ -138,9 +138,9 @@ def trial(
     engine = Engine(runner, Speculator([DFlashDrafter(runner)], WidthController(width, width)), config, eos_ids)
     request = Request(0, prompt_ids, SamplingParams(), StopParams(max_tokens=TRIAL_TOKENS, ignore_eos=True))
     engine.add(request)
-    started = time.perf_counter()
+    end = time.perf_counter() + TRIAL_SECONDS
     try:
-        while engine.has_work and time.perf_counter() - started < TRIAL_SECONDS:
+        while engine.has_work and (time.perf_counter() < end or request.stats.num_spec_steps < TRIAL_STEPS):
             engine.step()
     except DamagedModel:
         return None  # the first answer will tell
