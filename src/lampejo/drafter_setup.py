@@ -45,6 +45,11 @@ class DrafterChoice:
     def config(self) -> DrafterConfig | None:
         return self.opened[0] if self.opened else None
 
+    def let_go(self) -> None:
+        """Drops the tensors as they were read, so that they are not held beside what was built of them."""
+        if self.opened:
+            self.opened[1].clear()
+
 
 def refuse_drafter_as_model(model: str) -> None:
     """``UserError`` with the target's name for a published drafter, which generates nothing by itself."""

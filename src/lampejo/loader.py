@@ -215,7 +215,7 @@ def _total_memory() -> int | None:
 
 def without_drafts(loaded: Loaded) -> Loaded:
     """The same parts for plain decoding. Its engine shares memory with others of ``loaded``: one at a time."""
-    info = {**loaded.info, "drafter": "none", "drafters": []}
+    info = {**loaded.info, "drafter": "none", "drafters": [], "dflash": None}
     return replace(loaded, speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)), info=info)
 
 
