@@ -37,7 +37,7 @@ def llm() -> Iterator[LLM]:
     drafter = ScriptedDrafter(lambda request, width: [a] * width)
     with scripted_llm(random_target(), [drafter], width=3, max_rows=4) as llm:
         yield llm
-    assert not llm._frontend._thread.is_alive()
+    assert not llm.frontend._thread.is_alive()
 
 
 def within_time(function: Callable[[], Any]) -> Any:
@@ -73,7 +73,7 @@ def is_idle(llm: LLM) -> bool:
     return (
         not llm.engine.has_work
         and pool.num_free == pool.num_pages
-        and not llm._frontend._outboxes
+        and not llm.frontend._outboxes
         and not speculator._chosen
         and not speculator.controller._tracks
     )
@@ -107,10 +107,10 @@ def test_a_stream_that_nobody_reads_does_no_work(llm):
 
 def test_an_aborted_request_ends_with_reason_abort_and_no_more_deltas(llm):
     request, outbox = llm.make_request("abort me", **LONG), SyncOutbox()
-    llm._frontend.submit(request, outbox)
+    llm.frontend.submit(request, outbox)
     first = within_time(lambda: next(iter(outbox)))
-    llm._frontend.abort(request)
-    llm._frontend.abort(request)
+    llm.frontend.abort(request)
+    llm.frontend.abort(request)
     assert soon(lambda: is_idle(llm))
     assert first.finish_reason is None
     assert request.finish_reason == "abort"
@@ -125,8 +125,8 @@ def test_a_request_may_be_aborted_while_it_waits_for_a_row(llm):
     for stream in streams:
         next(stream)
     request, outbox = llm.make_request("waiting", **LONG), SyncOutbox()
-    llm._frontend.submit(request, outbox)
-    llm._frontend.abort(request)
+    llm.frontend.submit(request, outbox)
+    llm.frontend.abort(request)
     for stream in streams:
         stream.close()
     assert soon(lambda: is_idle(llm))
@@ -163,7 +163,7 @@ def test_a_fatal_error_fails_all_present_and_future_requests_at_once(llm, monkey
         present = [pool.submit(lambda n=n: list(llm.stream(f"present {n}", **LONG))) for n in range(4)]
         present.append(pool.submit(llm.generate, "waiting", **LONG))
         present.append(pool.submit(lambda: asyncio.run(astream())))
-        assert soon(lambda: len(llm._frontend._outboxes) + llm._frontend._inbox.qsize() == 6)
+        assert soon(lambda: len(llm.frontend._outboxes) + llm.frontend._inbox.qsize() == 6)
         all_there.set()
         for future in present:
             with pytest.raises(Broken, match="the device is gone"):
@@ -174,7 +174,7 @@ def test_a_fatal_error_fails_all_present_and_future_requests_at_once(llm, monkey
         assert isinstance(caught.value.__cause__, Broken)
     with pytest.raises(RuntimeError, match="engine has failed"):
         asyncio.run(asyncio.wait_for(llm.agenerate("later"), PATIENCE))
-    assert isinstance(llm._frontend.error, Broken)
+    assert isinstance(llm.frontend.error, Broken)
     within_time(llm.close)
 
 
@@ -193,16 +193,16 @@ def test_an_engine_too_broken_even_to_abort_still_fails_everybody(llm, monkeypat
     monkeypatch.setattr(llm.engine.runner, "verify", verify)
     monkeypatch.setattr(llm.engine, "abort", abort)
     gone, (staying, late) = llm.make_request("gone"), [(llm.make_request(p), SyncOutbox()) for p in ("staying", "late")]
-    llm._frontend.submit(gone, SyncOutbox())
-    llm._frontend.submit(*staying)
+    llm.frontend.submit(gone, SyncOutbox())
+    llm.frontend.submit(*staying)
     assert entered.wait(PATIENCE)
-    llm._frontend.abort(gone)
-    llm._frontend.submit(*late)
+    llm.frontend.abort(gone)
+    llm.frontend.submit(*late)
     go_on.set()
     for _, outbox in (staying, late):
         with pytest.raises(Broken):
             within_time(lambda outbox=outbox: list(outbox))
-    assert isinstance(llm._frontend.error, Broken)
+    assert isinstance(llm.frontend.error, Broken)
 
 
 def test_closing_while_requests_run_ends_them_with_an_error():
@@ -218,7 +218,7 @@ def test_closing_while_requests_run_ends_them_with_an_error():
                 future.result(PATIENCE)
     with pytest.raises(RuntimeError, match="engine is closed"):
         llm.generate("later")
-    assert llm._frontend.error is None
+    assert llm.frontend.error is None
 
 
 def test_many_threads_may_submit_at_once(llm):
@@ -285,8 +285,8 @@ def test_cancelling_a_task_aborts_its_requests(llm):
 def test_closing_an_async_stream_aborts_the_request_at_once(llm):
     """M6: not only when the garbage collector comes by."""
     aborted = []
-    abort = llm._frontend.abort
-    llm._frontend.abort = lambda request: (aborted.append(request), abort(request))
+    abort = llm.frontend.abort
+    llm.frontend.abort = lambda request: (aborted.append(request), abort(request))
 
     async def work() -> None:
         stream = llm.astream("gone", **LONG)
@@ -310,10 +310,10 @@ def test_an_event_loop_that_closes_between_check_and_call_harms_nobody_else(llm)
             raise RuntimeError("Event loop is closed")
 
     request = llm.make_request("orphan", **LONG)
-    llm._frontend.submit(request, AsyncOutbox(DyingLoop()))  # type: ignore[arg-type]
+    llm.frontend.submit(request, AsyncOutbox(DyingLoop()))  # type: ignore[arg-type]
     assert len(within_time(lambda: llm.generate("others", max_tokens=7, ignore_eos=True)).ids) == 7
     assert soon(lambda: is_idle(llm))
-    assert llm._frontend.error is None
+    assert llm.frontend.error is None
 
 
 def test_requests_of_a_closed_loop_are_aborted(llm):
@@ -323,11 +323,11 @@ def test_requests_of_a_closed_loop_are_aborted(llm):
     requests = [llm.make_request(f"orphan {n}", **LONG) for n in range(3)]
     requests.append(llm.make_request("ends in its first step", max_tokens=1))
     for request in requests:
-        llm._frontend.submit(request, AsyncOutbox(loop))
+        llm.frontend.submit(request, AsyncOutbox(loop))
     assert soon(lambda: all(request.finish_reason for request in requests) and is_idle(llm))
     assert [request.finish_reason for request in requests] == ["abort"] * 3 + ["length"]
     assert [request.num_output for request in requests[:3]] == [1] * 3
-    assert llm._frontend.error is None
+    assert llm.frontend.error is None
 
 
 def test_a_loop_that_is_closed_with_requests_under_way_harms_nobody_else(llm):

@@ -227,7 +227,7 @@ def test_memory_does_not_grow_over_500_requests(pair):
         first = work(llm, 2 * n)
         last = [work(llm, 3 * n) for _ in range(2)][-1]
         check_idle(llm.engine)
-        assert not llm._frontend._outboxes
+        assert not llm.frontend._outboxes
     assert last[0] - first[0] < 300, "blocks of Python's memory; a request that is kept has more than 50 of them"
     assert last[1] - first[1] <= 0, "tensors are kept"
     assert last[2] - others <= 2, "finished requests are kept"

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -77,7 +77,7 @@ class Chunk:
 
 
 @dataclass
-class _Progress:
+class Progress:
     """Folds a request's deltas into chunks, and at the end into its completion."""
 
     request: Request
@@ -131,9 +131,9 @@ class LLM:
         self.engine = Engine(loaded.runner, loaded.speculator, config, loaded.eos_ids)
         self._vocab_size = loaded.runner.target.config.vocab_size
         self._ids = itertools.count()
-        self._frontend = Frontend(self.engine)
+        self.frontend = Frontend(self.engine)  # for those who submit requests themselves
         # Whoever drops the model frees it. The end of the process is the frontend's own matter.
-        weakref.finalize(self, self._frontend.stop).atexit = False
+        weakref.finalize(self, self.frontend.stop).atexit = False
 
     def __enter__(self) -> "LLM":
         return self
@@ -143,7 +143,7 @@ class LLM:
 
     def close(self) -> None:
         """Aborts what runs and ends the engine's thread."""
-        self._frontend.close()
+        self.frontend.close()
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **params: Any) -> Any:
         """The answer as a ``Completion``; for a list of prompts a list of them, decoded together."""
@@ -152,11 +152,11 @@ class LLM:
         outboxes = [SyncOutbox() for _ in requests]
         try:
             for request, outbox in zip(requests, outboxes, strict=True):
-                self._frontend.submit(request, outbox)
+                self.frontend.submit(request, outbox)
             done = [_fold(self._chunks(r, outbox)) for r, outbox in zip(requests, outboxes, strict=True)]
         except BaseException:
             for request in requests:
-                self._frontend.abort(request)
+                self.frontend.abort(request)
             raise
         return done[0] if single else done
 
@@ -210,6 +210,12 @@ class LLM:
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
         return Request(next(self._ids), prompt_ids, sampling, stops, text)
 
+    def another(self, request: Request, seed: int | None) -> Request:
+        """A request for another answer to the same prompt. None draws a seed."""
+        assert isinstance(request.text, TextStream)
+        sampling = replace(request.sampling, seed=seed)
+        return Request(next(self._ids), request.prompt_ids, sampling, request.stops, request.text.fresh())
+
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
         """Prompt ids of text or token ids (as they are) or messages (through the chat template)."""
         if isinstance(prompt, str):
@@ -236,20 +242,20 @@ class LLM:
 
     def _stream(self, request: Request) -> Generator[Chunk, None, None]:
         outbox = SyncOutbox()
-        self._frontend.submit(request, outbox)
+        self.frontend.submit(request, outbox)
         yield from self._chunks(request, outbox)
 
     def _chunks(self, request: Request, outbox: SyncOutbox) -> Generator[Chunk, None, None]:
-        progress = _Progress(request)
+        progress = Progress(request)
         try:
             for delta in outbox:
                 yield progress.chunk(delta)
         finally:
-            self._frontend.abort(request)
+            self.frontend.abort(request)
 
     async def _achunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        outbox, progress = AsyncOutbox(asyncio.get_running_loop()), _Progress(request)
-        self._frontend.submit(request, outbox)
+        outbox, progress = AsyncOutbox(asyncio.get_running_loop()), Progress(request)
+        self.frontend.submit(request, outbox)
         try:
             while True:
                 chunk = progress.chunk(await outbox.get())
@@ -257,7 +263,7 @@ class LLM:
                 if chunk.finish_reason:
                     return
         finally:
-            self._frontend.abort(request)
+            self.frontend.abort(request)
 
     async def _agenerate(self, request: Request) -> Completion:
         last = None

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 from lampejo.accept import TokenLogprobs, Verdict
@@ -74,6 +75,15 @@ class DraftStats:
         self.num_committed_tokens += num_committed
         self.acceptance_histogram += [0] * (num_accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[num_accepted] += 1
+
+    def add(self, other: "DraftStats") -> None:
+        """Counts another request's in."""
+        self.num_spec_steps += other.num_spec_steps
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_draft_tokens += other.num_accepted_draft_tokens
+        self.num_committed_tokens += other.num_committed_tokens
+        pairs = zip_longest(self.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
+        self.acceptance_histogram = [a + b for a, b in pairs]
 
     def as_dict(self) -> dict:
         """The ``metrics.speculative_decoding`` object of a response."""

@@ -23,6 +23,7 @@ class TextStream:
             raise UserError("A stop string is empty or no string.", "Give a list of strings of one or more characters.")
         self.num_tokens = 0  # tokens pushed, invisible ones and the one that completed a stop string included
         self.stop_match: str | None = None  # the stop string that ended the text
+        self._settings = (tokenizer, stop, prompt_ids, min_tokens)
         self._min_tokens = min_tokens
         self._stops = [_StopString(text) for text in stop]
         continues = any(tokenizer.piece(token_id) for token_id in prompt_ids)
@@ -30,6 +31,10 @@ class TextStream:
         self._taken: list[str] = []
         self._pending: list[str] = []
         self._finished = False
+
+    def fresh(self) -> "TextStream":
+        """An empty one with the same settings, for another answer to the same prompt."""
+        return TextStream(*self._settings)
 
     @property
     def stopped(self) -> bool:

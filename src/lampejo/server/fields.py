@@ -1,0 +1,94 @@
+"""Bodies of requests: JSON into typed fields. What is wrong with one is told with the name of the field (P1, O5)."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from lampejo.server.errors import BAD_REQUEST, NOT_JSON, TOO_LARGE, ApiError, refused
+
+_LONG = 200_000  # bytes; a body beyond is parsed in another thread
+
+
+class Body(BaseModel):
+    """Fields of one API. Values of the wrong type, NaN and infinity are refused; unknown fields are accepted.
+
+    ``refused`` are fields that the API has and this server does not: they are accepted only with a value that changes
+    nothing.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the fields that have a value."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+async def read(request: Request, kind: type[Kind], max_bytes: int) -> Kind:
+    """The body of a request; ``ApiError`` tells what is wrong with it."""
+    content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        # Another page of a browser could send anything else without asking first.
+        raise ApiError(NOT_JSON, "The body must be JSON, with the header Content-Type: application/json.")
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > max_bytes:
+            raise ApiError(TOO_LARGE, f"The body is longer than {max_bytes:,} bytes.", code="request_too_large")
+    if len(raw) > _LONG:
+        return await asyncio.to_thread(parse, bytes(raw), kind)
+    return parse(bytes(raw), kind)
+
+
+def parse(raw: bytes, kind: type[Kind]) -> Kind:
+    """JSON text into checked fields."""
+    try:
+        data = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and numbers of thousands of digits are ValueErrors too
+        raise ApiError(BAD_REQUEST, f"The body is not valid JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise ApiError(BAD_REQUEST, "The body must be a JSON object.")
+    try:
+        body = kind.model_validate(data)
+    except ValidationError as error:
+        raise _told(error) from None
+    for name, harmless in kind.refused.items():
+        value = data.get(name)
+        if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
+            raise refused(name, "this server does not support it. Leave it out.")
+    return body
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _told(error: ValidationError) -> ApiError:
+    """All complaints about the first field that has one; the parts of a union complain one by one."""
+    complaints = error.errors(include_url=False, include_input=False)
+    path = complaints[0]["loc"]
+    name = str(path[0])
+    messages = dict.fromkeys(c["msg"] for c in complaints if c["loc"][0] == path[0])
+    return refused(name, "; or ".join(message[:1].lower() + message[1:] for message in messages) + ".")
+
+
+def schema_of(kind: type[Body]) -> dict[str, Any]:
+    """What the OpenAPI page says of a body: the JSON schema, without references."""
+    schema = kind.model_json_schema()
+    parts = schema.pop("$defs", {})
+
+    def inlined(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return inlined(parts[value["$ref"].rpartition("/")[2]])
+            return {name: inlined(part) for name, part in value.items()}
+        return [inlined(part) for part in value] if isinstance(value, list) else value
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}

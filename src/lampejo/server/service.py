@@ -1,0 +1,266 @@
+"""Between the protocols and the engine: who is let in, for how long, and what comes out of each step.
+
+A protocol makes a ``Job`` of a body; ``Service.start`` checks everything about it, queues its requests and gives
+``Answers``, from which pieces come as steps commit them.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lampejo.answer import Content, Event, ToolStart
+from lampejo.api import LLM, Chunk, Progress, Prompt
+from lampejo.errors import UserError
+from lampejo.frontend import AsyncOutbox
+from lampejo.request import DraftStats, Request
+from lampejo.server.config import ServerConfig
+from lampejo.server.errors import BROKEN, TIMED_OUT, TOO_MANY, UNAVAILABLE, ApiError, from_user_error, refused
+
+MAX_REQUESTS = 1024  # of one job: prompts times answers to each
+
+
+class Parser(Protocol):
+    """Takes an answer's text apart (``answer.AnswerParser``)."""
+
+    @property
+    def in_reasoning(self) -> bool: ...
+    def push(self, text: str) -> list[Event]: ...
+    def finish(self) -> list[Event]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked, whatever the protocol.
+
+    params: keyword arguments of ``LLM.make_request``; n: answers to each prompt, with seeds seed, seed + 1, ...;
+    make_parser: from a prompt's ids to what takes its answer apart, None: all of it is content; fields: the body, so
+    that errors can name the field that they are about.
+    """
+
+    prompts: Sequence[Prompt]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    make_parser: Callable[[Sequence[int]], Parser] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step added to the answer ``index`` (prompt by prompt, n of each). ``finish_reason`` ends it: "stop",
+    "length" or "tool_calls"."""
+
+    index: int
+    events: Sequence[Event]
+    chunk: Chunk
+    finish_reason: str | None = None
+    timed_out: bool = False
+
+
+@dataclass
+class _Answer:
+    """One request on its way."""
+
+    index: int
+    request: Request
+    progress: Progress
+    parser: Parser | None
+    num_tokens: int = 0
+    num_reasoning: int = 0
+    called: bool = False  # a tool
+
+    def piece(self, chunk: Chunk) -> Piece:
+        was_reasoning = self.parser is not None and self.parser.in_reasoning
+        events = self._events(chunk.text, bool(chunk.finish_reason))
+        self.num_tokens += len(chunk.ids)
+        if was_reasoning:
+            self.num_reasoning += len(chunk.ids)
+        finish_reason = chunk.finish_reason
+        if finish_reason == "stop" and self.called:
+            finish_reason = "tool_calls"
+        return Piece(self.index, events, chunk, finish_reason)
+
+    def cut(self) -> Piece:
+        """The end of an answer whose time is over."""
+        return Piece(self.index, self._events("", True), Chunk("", [], [], [], "length"), "length", timed_out=True)
+
+    def _events(self, text: str, is_last: bool) -> list[Event]:
+        if self.parser is None:
+            return [Content(text)] if text else []
+        events = self.parser.push(text) if text else []
+        if is_last:
+            events = events + self.parser.finish()
+        self.called = self.called or any(isinstance(event, ToolStart) for event in events)
+        return events
+
+
+class Answers:
+    """The answers of one job, decoded together. Iterate once; ``close`` aborts what still runs, and has to be called if
+    the iteration does not come to its end by itself."""
+
+    def __init__(self, service: "Service", answers: Sequence[_Answer], outbox: AsyncOutbox, n: int) -> None:
+        self._service = service
+        self._answers = answers
+        self._outbox = outbox
+        self._n = n
+        self._running = {answer.request.id: answer for answer in answers}
+        self._closed = False
+        self.created = int(time.time())
+
+    @property
+    def requests(self) -> list[Request]:
+        """In the order of the pieces' indices."""
+        return [answer.request for answer in self._answers]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts in OpenAI's shape, complete after the last piece. A prompt counts once, however many answers."""
+        prompts = [answer.request for answer in self._answers[:: self._n]]
+        num_prompt = sum(request.num_prompt for request in prompts)
+        num_completion = sum(answer.num_tokens for answer in self._answers)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached or 0 for request in prompts)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(answer.num_reasoning for answer in self._answers),
+            },
+        }
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The ``metrics`` object of a response (V2), over all answers."""
+        stats = DraftStats()
+        for answer in self._answers:
+            stats.add(answer.request.stats)
+        return {"speculative_decoding": stats.as_dict()}
+
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+        config, running = self._service.config, self._running
+        deadline = asyncio.get_running_loop().time() + config.timeout_s
+        try:
+            while running:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        delta = await self._outbox.get()
+                except TimeoutError:
+                    if not any(answer.num_tokens for answer in self._answers):
+                        message = f"Nothing was generated within {config.timeout_s:g} seconds."
+                        raise ApiError(TIMED_OUT, message, code="timeout") from None
+                    for answer in list(running.values()):
+                        yield answer.cut()
+                    return
+                except Exception as error:  # what ended the engine
+                    raise self._service.failure(error) from error
+                answer = running[delta.request.id]
+                if delta.finish_reason:
+                    del running[delta.request.id]
+                yield answer.piece(answer.progress.chunk(delta))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Nobody wants more of them. Harmless when they are over already."""
+        if self._closed:
+            return
+        self._closed = True
+        for answer in self._running.values():
+            self._service.llm.frontend.abort(answer.request)
+        self._running.clear()
+        self._service.leave(len(self._answers))
+
+
+class Service:
+    """One model, and who may use it now. All methods belong to the event loop's thread."""
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self.llm = llm
+        self.config = config
+        self.draining = False
+        self.num_active = 0  # requests that were let in and are not over
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._max_rows = llm.engine.scheduler.max_rows
+        self._seconds = 1.0  # a running mean of how long a request takes
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet, by count."""
+        return max(0, self.num_active - self._max_rows)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the engine, None while it works."""
+        return self.llm.frontend.error
+
+    async def start(self, job: Job) -> Answers:
+        """Queues a job's requests. ``ApiError`` before anything is sent: malformed, too many, shutting down, broken."""
+        num_requests = len(job.prompts) * job.n
+        if not 1 <= num_requests <= MAX_REQUESTS:
+            raise refused(
+                "n" if job.n > 1 else "prompt", f"{num_requests} answers at once; 1 to {MAX_REQUESTS} can be."
+            )
+        self._let_in()
+        self._enter(num_requests)
+        try:
+            requests = await asyncio.to_thread(self._requests, job)
+            outbox = AsyncOutbox(asyncio.get_running_loop())
+            answers = [
+                _Answer(i, r, Progress(r), job.make_parser(r.prompt_ids) if job.make_parser else None)
+                for i, r in enumerate(requests)
+            ]
+            for request in requests:
+                self.llm.frontend.submit(request, outbox)
+        except UserError as error:
+            self.leave(num_requests)
+            raise from_user_error(error, job.fields) from error
+        except RuntimeError as error:  # the engine is closed or broken
+            self.leave(num_requests)
+            raise self.failure(error) from error
+        except BaseException:
+            self.leave(num_requests)
+            raise
+        return Answers(self, answers, outbox, job.n)
+
+    def _requests(self, job: Job) -> list[Request]:
+        """Renders, encodes and checks; not in the event loop's thread, since prompts may be long."""
+        requests = []
+        seed = job.params.get("seed")
+        for prompt in job.prompts:
+            first = self.llm.make_request(prompt, **job.params)
+            requests.append(first)
+            for i in range(1, job.n):
+                requests.append(self.llm.another(first, None if seed is None else seed + i))
+        return requests
+
+    def _let_in(self) -> None:
+        if self.error is not None:
+            raise self.failure(self.error)
+        if self.draining:
+            raise ApiError(UNAVAILABLE, "The server is shutting down.", headers={"Connection": "close"})
+        if self.num_active >= self._max_rows + self.config.max_queue:
+            seconds = math.ceil(self._seconds * (1 + self.num_waiting) / self._max_rows)
+            raise ApiError(
+                TOO_MANY,
+                f"{self.num_active} requests are running or waiting; try again later.",
+                code="queue_full",
+                headers={"Retry-After": str(min(max(1, seconds), 60))},
+            )
+
+    def failure(self, error: BaseException) -> ApiError:
+        """500: the engine has ended."""
+        cause = error.__cause__ or error
+        return ApiError(BROKEN, f"The engine has failed: {cause}", code="engine_failed")
+
+    def _enter(self, num_requests: int) -> None:
+        self.num_active += num_requests
+        self.idle.clear()
+
+    def leave(self, num_requests: int) -> None:
+        """Counts a job's requests out, whatever became of them."""
+        self.num_active -= num_requests
+        if self.num_active == 0:
+            self.idle.set()
