@@ -64,7 +64,18 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
     rates = None if args.synthetic_acceptance is None else tuple(parse_rates(args.synthetic_acceptance))
     if args.width == 0 and (rates is not None or args.arms not in (None, "plain")):
         raise UserError("--width 0 leaves no drafts to measure.", "Leave it out, or give --arms plain.")
-    named = ("model", "drafter", "target_layer_ids", "width", "context", "threads", "ops", "quantize")
+    named = (
+        "model",
+        "drafter",
+        "target_layer_ids",
+        "width",
+        "context",
+        "threads",
+        "ops",
+        "quantize",
+        "device",
+        "dtype",
+    )
     given = [(name, getattr(args, name)) for name in named if getattr(args, name) is not None]
     return BenchOptions(
         model=model_options(args),

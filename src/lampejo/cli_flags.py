@@ -26,12 +26,22 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--ops",
         choices=("auto", "cpu", "reference"),
         default="auto",
-        help="cpu: the kernels in C++; reference: PyTorch in fp32; auto: the kernels where they run (default: auto)",
+        help="on a CPU: cpu (the kernels in C++), reference (PyTorch in fp32), auto (the kernels where they run) "
+        "(default: auto)",
     )
     group.add_argument(
         "--quantize",
         choices=("q8", "q4", "none"),
         help="how the kernels hold weights that the files store as floats; none keeps fp32 (default: q8)",
+    )
+    group.add_argument(
+        "--device", default="auto", help="auto (a GPU if there is one), cpu, cuda, or cuda:N of several (default: auto)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="of weights, keys and values on a GPU; fp32 on a CPU is --quantize none (default: bf16 on a GPU)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
 

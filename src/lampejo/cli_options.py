@@ -28,6 +28,8 @@ class ModelOptions:
     threads: int | None = None
     ops: str = "auto"
     quantize: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.width is not None:
@@ -47,7 +49,14 @@ class ModelOptions:
 
     @property
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(max_context=self.context, width=self.width, ops=self.ops, quantize=self.quantize)
+        return EngineConfig(
+            max_context=self.context,
+            width=self.width,
+            ops=self.ops,
+            quantize=self.quantize,
+            device=self.device,
+            dtype=self.dtype,
+        )
 
     def load(self) -> LLM:
         with status(f"loading {self.model}"):
@@ -84,6 +93,8 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
         threads=args.threads,
         ops=args.ops,
         quantize=args.quantize,
+        device=args.device,
+        dtype=args.dtype,
     )
 
 

@@ -18,10 +18,13 @@ class EngineConfig:
     fixed number of drafted tokens per step, None lets the controller choose; ops: "cpu" (the kernels), "reference", or
     "auto"; quantize: how the CPU kernels hold weights that the checkpoint stores as floats, "q8" (the choice of None),
     "q4", or "none" (fp32 on the reference operations). Weights that are quantised already keep their codes, or go to 8
-    bits.
+    bits; device: "auto" (a GPU if there is one), "cpu", or the name that PyTorch has for a GPU; dtype: of weights, keys
+    and values on a GPU, "bf16", "fp16" or "fp32", "auto" takes what the GPU is made for; on a CPU "fp32" is quantize
+    "none".
 
-    What defines an answer beside the request: ops, quantize and page_size. The kernels round attention page by page, so
-    another page size may choose another token at a near-tie. None of the others ever changes it.
+    What defines an answer beside the request: ops, quantize, page_size, device and dtype. The kernels round attention
+    page by page, so another page size may choose another token at a near-tie. None of the others ever changes it; but
+    on a GPU a token's last bits depend on what is computed beside it, so there near-ties may fall either way.
     """
 
     max_context: int | None = None
@@ -33,8 +36,12 @@ class EngineConfig:
     width: int | None = None
     ops: str = "auto"
     quantize: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.dtype == "fp32" and self.quantize not in (None, "none"):
+            raise UserError(f"quantize is {self.quantize}, but dtype is fp32.", "Leave one of them out.")
         if self.ops == "reference" and self.quantize not in (None, "none"):
             raise UserError(
                 f"quantize is {self.quantize}, but the reference operations compute in fp32.", "Leave one of them out."
@@ -44,6 +51,8 @@ class EngineConfig:
         """Fills what is open from the model's own context limit, and refuses what cannot work."""
         choices = {"ops": ("auto", "cpu", "reference"), "quantize": (None, "q8", "q4", "none")}
         for name, value in vars(self).items():
+            if name in ("device", "dtype"):  # ``runner`` knows what there is
+                continue
             if name in choices:
                 if value not in choices[name]:
                     raise UserError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, choices[name]))}.")

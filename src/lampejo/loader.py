@@ -21,7 +21,7 @@ from lampejo.ops.cpu import set_threads as set_kernel_threads
 from lampejo.ops.cpu.fused import MAX_PAGE_SIZE, PackedEmbedding, PackedLinear
 from lampejo.ops.cpu.library import LIBRARY, Q4, Q4K, Q8
 from lampejo.packing import fits_kernels, pack_drafter, pack_target
-from lampejo.runner import Runner
+from lampejo.runner import DTYPES, ON_CPU, Place, Runner, choose_place, device_name, enough_memory, free_memory
 from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
 from lampejo.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +32,9 @@ from lampejo.width import WidthController
 # A match this long is trusted in "auto", where a better drafter stands ready; alone, the n-gram drafter tries earlier.
 TRUSTED_MATCH, SHORTEST_MATCH = 5, 2
 MOST_THREADS = 4096  # OpenMP ends the process when it is asked for a billion
+STEP_SHARE = 0.1  # of a GPU's memory, for what a step computes
+IN_FP32 = (".A_log", ".dt_bias")  # few numbers, from which decays come that are multiplied token after token
+SHORT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -59,23 +62,30 @@ def load_model(
     started = time.perf_counter()
     if threads is not None:
         check_number("threads", threads, 1, MOST_THREADS, whole=True)
+    place = choose_place(config.device, config.dtype)
     refuse_drafter_as_model(model)
     with open_checkpoint(model) as checkpoint:
         config = config.resolve(checkpoint.config.max_context)
         assert config.max_context is not None and config.num_pages is not None
         tokenizer = load_tokenizer(checkpoint)
-        packed_kind, ops_reason = choose_ops(config, checkpoint.config)
+        packed_kind, ops_reason = choose_ops(config, checkpoint.config, place)
         packed_pages = None if packed_kind is None else config.page_size
         choice = open_for(drafter, checkpoint, target_layer_ids)
         _check_width(config.width, drafter, choice.config)
-        kv_dtype = kv_dtype_of(packed_kind)
+        kv_dtype = kv_dtype_of(packed_kind, place)
         cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([choice.config] if choice.config else [])]
         bytes_per_token = sum(kv_bytes_per_token(part, kv_dtype.itemsize) for part in cached)
-        _check_memory(config, bytes_per_token, state_bytes(checkpoint.config))
-        dflash = build_drafter(*choice.opened, packed_pages) if choice.opened else None
-        target = load_target(checkpoint, packed_kind)
-        num_state_slots = config.max_rows + config.num_snapshots
-        runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype, num_state_slots)
+        if place.device.type == "cpu":
+            room = _cpu_room()
+        else:
+            room = _device_room(place, checkpoint.config, choice.opened[1] if choice.opened else {})
+        _check_memory(config, bytes_per_token, state_bytes(checkpoint.config), room)
+        with enough_memory(place.device):
+            dflash = build_drafter(*choice.opened, packed_pages, place) if choice.opened else None
+            choice.let_go()
+            target = load_target(checkpoint, packed_kind, place)
+            num_state_slots = config.max_rows + config.num_snapshots
+            runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype, num_state_slots)
         speculator = _speculator(drafter, runner, config)
         eos_ids = checkpoint.eos_ids or tokenizer.eos_ids
         info: dict[str, Any] = {
@@ -84,10 +94,11 @@ def load_model(
             "quantization": checkpoint.quantization,
             "skipped": skipped_parts(checkpoint.skipped),
             "device": str(runner.device),
-            "ops": "reference" if packed_kind is None else f"cpu ({instruction_set()})",
+            "device_name": device_name(runner.device),
+            "ops": _ops_name(packed_kind, place),
             "ops_reason": ops_reason,
             "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.") if packed_kind is None else "int8",
-            "weights": "fp32" if packed_kind is None else _packed_weights(target),
+            "weights": SHORT_NAMES[place.dtype] if packed_kind is None else _packed_weights(target),
             "kv_dtype": str(runner.cache.k.dtype).removeprefix("torch."),
             "drafter": choice.name,
             "drafters": [d.name for d in speculator.drafters],
@@ -134,12 +145,20 @@ def _set_threads(threads: int | None, on_kernels: bool) -> None:
         _torch_threads = None
 
 
-def choose_ops(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str | None]:
-    """How the CPU kernels pack float weights; None where the reference operations run, with the reason if nobody asked
-    for them."""
+def choose_ops(config: EngineConfig, model: ModelConfig, place: Place) -> tuple[int | None, str | None]:
+    """How the CPU kernels pack float weights; None where PyTorch's operations run, with the reason if they run on a CPU
+    and nobody asked for them."""
+    if place.device.type != "cpu":
+        for name, value, harmless in (("ops", config.ops, ("auto",)), ("quantize", config.quantize, (None, "none"))):
+            if value not in harmless:
+                raise UserError(
+                    f"--{name} {value} is for a CPU, but the model runs on {place.device}.",
+                    "Leave it out, or choose --device cpu.",
+                )
+        return None, None
     if config.ops == "reference":
         return None, None
-    if config.quantize == "none":
+    if config.quantize == "none" or config.dtype == "fp32":
         if config.ops == "cpu":
             raise UserError("The CPU kernels have no fp32 weights.", "Choose --quantize q8, or --ops reference.")
         return None, None
@@ -153,9 +172,15 @@ def choose_ops(config: EngineConfig, model: ModelConfig) -> tuple[int | None, st
     return (None, lacking) if lacking else ({"q4": Q4, "q8": Q8}[config.quantize or "q8"], None)
 
 
-def kv_dtype_of(packed_kind: int | None) -> torch.dtype:
+def kv_dtype_of(packed_kind: int | None, place: Place) -> torch.dtype:
     """What keys and values are kept in, by what ``choose_ops`` chose."""
-    return torch.float32 if packed_kind is None else torch.float16
+    return place.dtype if packed_kind is None else torch.float16
+
+
+def _ops_name(packed_kind: int | None, place: Place) -> str:
+    if packed_kind is not None:
+        return f"cpu ({instruction_set()})"
+    return "reference" if place.device.type == "cpu" else "device"
 
 
 def _lacking(model: ModelConfig, page_size: int) -> str | None:
@@ -183,24 +208,58 @@ def _packed_weights(target: Target) -> str:
     return ", ".join(f"{kind}: {counts[kind]}" for kind in sorted(counts))
 
 
-def _check_memory(config: EngineConfig, bytes_per_token: int, bytes_per_state: int) -> None:
-    """Refuses caches that surely cannot be held. Pages and states are touched as needed: less may do or may not."""
+@dataclass(frozen=True)
+class Room:
+    """Bytes that caches may take at most, and how many are advised; ``of``: whose they are, for people."""
+
+    most: int
+    advised: int
+    of: str
+
+
+def _cpu_room() -> Room | None:
+    """None where the system does not tell. Pages and states are touched as needed: less may do or may not. Advised is
+    half of the memory, beside weights and others."""
+    memory = _total_memory()
+    return None if memory is None else Room(memory, memory // 2, f"this machine has {memory / 1e9:,.1f} GB")
+
+
+def _device_room(place: Place, model: ModelConfig, drafter: dict[str, torch.Tensor]) -> Room | None:
+    """What the weights leave of a GPU's free memory; ``UserError`` if they do not fit themselves."""
+    free = free_memory(place.device)
+    if free is None:
+        return None
+    with torch.device("meta"):
+        tensors = [*make_target(model).parameters(), *drafter.values()]
+    weights, usable = sum(t.numel() for t in tensors) * place.dtype.itemsize, int(free * (1 - STEP_SHARE))
+    if weights >= usable:
+        raise UserError(
+            f"The weights take {weights / 1e9:,.1f} GB in {SHORT_NAMES[place.dtype]}; {place.device} has "
+            f"{free / 1e9:,.1f} GB free.",
+            "Choose a smaller model, end what else runs there, or choose --device cpu.",
+        )
+    left = usable - weights
+    return Room(left, left, f"{place.device} has {left / 1e9:,.1f} GB left beside weights and a step's own needs")
+
+
+def _check_memory(config: EngineConfig, bytes_per_token: int, bytes_per_state: int, room: Room | None) -> None:
+    """Refuses caches that surely cannot be held."""
     assert config.num_pages is not None
     states = (config.max_rows + config.num_snapshots) * bytes_per_state
-    needed, memory = config.num_pages * config.page_size * bytes_per_token + states, _total_memory()
-    if memory is None or needed <= memory:
+    needed = config.num_pages * config.page_size * bytes_per_token + states
+    if room is None or needed <= room.most:
         return
-    if states > memory // 2:
+    if states > room.advised:
         raise UserError(
             f"Recurrent states of {config.max_rows} requests and {config.num_snapshots} cached prefixes would take "
-            f"{states / 1e9:,.1f} GB; this machine has {memory / 1e9:,.1f} GB.",
+            f"{states / 1e9:,.1f} GB; {room.of}.",
             "Choose a smaller max_rows or num_snapshots (EngineConfig).",
         )
-    room = (memory // 2 - states) // bytes_per_token  # half of the memory, beside weights and others
-    context = max(room // 2, room - SPARE_TOKENS, 2)
+    num_tokens = (room.advised - states) // bytes_per_token
+    context = max(num_tokens // 2, num_tokens - SPARE_TOKENS, 2)
     raise UserError(
         f"Keys and values of {config.max_context} tokens of context, with room for cached prefixes, would take "
-        f"{needed / 1e9:,.1f} GB; this machine has {memory / 1e9:,.1f} GB.",
+        f"{needed / 1e9:,.1f} GB; {room.of}.",
         f"Choose --context {1 << (context.bit_length() - 1)} or another size that fits.",
     )
 
@@ -219,16 +278,17 @@ def without_drafts(loaded: Loaded) -> Loaded:
     return replace(loaded, speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)), info=info)
 
 
-def load_target(checkpoint: Checkpoint, packed_kind: int | None = None) -> Target:
-    """The target with its weights in fp32; or packed for the CPU kernels, those that are stored as floats as
-    ``packed_kind``."""
+def load_target(checkpoint: Checkpoint, packed_kind: int | None = None, place: Place = ON_CPU) -> Target:
+    """The target with its weights in their place, one tensor after another; or packed for the CPU kernels, those that
+    are stored as floats as ``packed_kind``."""
     with torch.device("meta"):
         target = make_target(checkpoint.config)
     expected = {name: tuple(p.shape) for name, p in target.named_parameters()}
     check_tensors(checkpoint, expected)
     tied = checkpoint.config.tie_word_embeddings
     if packed_kind is None:
-        _assign(target, {name: checkpoint.read(name) for name in expected})
+        types = {name: torch.float32 if name.endswith(IN_FP32) else place.dtype for name in expected}
+        _assign(target, {name: checkpoint.read(name, dtype, place.device) for name, dtype in types.items()})
         if tied:
             target.lm_head.weight = target.model.embed_tokens.weight
     else:
@@ -240,12 +300,19 @@ def load_target(checkpoint: Checkpoint, packed_kind: int | None = None) -> Targe
     return target
 
 
-def build_drafter(config: DrafterConfig, tensors: dict[str, torch.Tensor], packed_pages: int | None = None) -> DFlash:
-    """A DFlash drafter from checked tensors, in fp32; or in 8 bits for the CPU kernels and pages of so many tokens."""
+def build_drafter(
+    config: DrafterConfig,
+    tensors: dict[str, torch.Tensor],
+    packed_pages: int | None = None,
+    place: Place = ON_CPU,
+) -> DFlash:
+    """A DFlash drafter from checked tensors, in its place; or in 8 bits for the CPU kernels and pages of so many
+    tokens."""
     with torch.device("meta"):
         drafter = DFlash(config)
     kept = {name: t for name, t in tensors.items() if packed_pages is None or t.ndim == 1}
-    _assign(drafter, {name: t.float() if t.is_floating_point() else t for name, t in kept.items()})
+    placed = {n: t.to(place.device, place.dtype if t.is_floating_point() else t.dtype) for n, t in kept.items()}
+    _assign(drafter, placed)
     if packed_pages is not None:
         pack_drafter(drafter, tensors, Q8, packed_pages)
     _check_complete(drafter)

@@ -60,11 +60,13 @@ class OriginPainter:
 
 
 def drafting_mode(info: Mapping[str, Any]) -> str:
-    """The effective mode, from ``LLM.info``: who drafts, how wide, and whether PyTorch's operations do a CPU's work."""
+    """The effective mode, from ``LLM.info``: who drafts, how wide, and whether PyTorch's operations do a CPU's work, or
+    which other device computes in which precision."""
     names = [info["drafter"] if name == "dflash" else name for name in info["drafters"]]
     mode = f"drafts by {' + '.join(names)}, width {info['width']}" if names else "plain decoding"
-    slowly = info.get("ops") == "reference" and info.get("device") == "cpu"
-    return f"{mode}, reference operations" if slowly else mode
+    if info.get("device", "cpu") != "cpu":
+        return f"{mode}, {info['device']} in {info['weights']}"
+    return f"{mode}, reference operations" if info.get("ops") == "reference" else mode
 
 
 def memory_words(info: Mapping[str, Any]) -> str:

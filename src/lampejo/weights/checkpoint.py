@@ -146,9 +146,9 @@ class Checkpoint:
         """Shape (rows first) and type (``BF16``, ``Q4_1``, ...) of a tensor."""
         return self._tensors.info(name)
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
         """A fresh contiguous tensor, dequantised. Also of a single expert (``weights/layout.py``)."""
-        return self._tensors.read(name, dtype)
+        return self._tensors.read(name, dtype, device)
 
     def stored(self, name: str) -> Stored:
         """A matrix as the file has it, for packing; or that of a single expert."""

@@ -34,15 +34,18 @@ class Tensors:
         place = self._layout.find(name)
         return place.shape, "+".join(dict.fromkeys(self._entry(run.tensor).type for run in place.runs))
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A fresh contiguous tensor, dequantised, with heads in rotate-half order whatever the file's order is."""
+    def read(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """A fresh contiguous tensor, dequantised, with heads in rotate-half order whatever the file's order is. On a
+        ``device`` it arrives a few rows at a time too."""
         place = self._layout.find(name)
-        result = torch.empty(math.prod(place.shape[:-1]), place.shape[-1] if place.shape else 1, dtype=dtype)
+        shape = math.prod(place.shape[:-1]), place.shape[-1] if place.shape else 1
+        result = torch.empty(shape, dtype=dtype, device=device)
         order = self._row_order(name, len(result))
         done = 0
         for kind, rows in self._chunks(place):
             to = slice(done, done + len(rows))
-            result[to if order is None else order[to].long()] = _values(kind, rows).to(dtype)
+            values = _values(kind, rows).to(dtype).to(result.device)
+            result[to if order is None else order[to].long().to(result.device)] = values
             done += len(rows)
         if self._is_gguf and name.endswith(".linear_attn.A_log"):  # llama.cpp keeps -exp(A_log)
             if not (result <= 0).all():
