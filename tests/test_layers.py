@@ -30,6 +30,7 @@ ORDER = [
     "ops",
     "ops.stored",
     "ops.cpu.library",
+    "ops.cpu.arena",
     "ops.cpu",
     "ops.cpu.fused",
     "batch",

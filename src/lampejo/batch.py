@@ -60,7 +60,6 @@ def make_batch(
         positions += span
         slots += [request.pages[p // page_size] * page_size + p % page_size for p in span]
 
-    def flat(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
-
-    return Batch(rows, drafts, segments, flat(ids), flat(positions), flat(slots), flat(logit_index), verify_rows)
+    lists = (ids, positions, slots, logit_index)
+    flat = torch.tensor([x for values in lists for x in values], dtype=torch.long, device=device)  # one transfer
+    return Batch(rows, drafts, segments, *flat.split([len(values) for values in lists]), verify_rows)

@@ -8,6 +8,7 @@ from torch import nn
 from lampejo.errors import UserError
 from lampejo.models.dflash import DFlash
 from lampejo.models.layers import Linear, RMSNorm, Target
+from lampejo.ops.cpu.arena import Arena
 from lampejo.ops.cpu.fused import (
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
@@ -62,10 +63,11 @@ def _replace_layers(module: nn.Module, layers: list[FusedLayer]) -> None:
 def _pack_modules(module: nn.Module, read: ReadMatrix, float_kind: int) -> None:
     """Replaces every linear layer, embedding and norm. A matrix that two modules share is packed once."""
     packed: dict[int, PackedMatrix] = {}
+    arena = Arena()
 
     def matrix(weight: torch.Tensor, name: str, bias: torch.Tensor | None = None) -> PackedMatrix:
         if id(weight) not in packed:
-            packed[id(weight)] = PackedMatrix(read(name), float_kind, bias)
+            packed[id(weight)] = PackedMatrix(read(name), float_kind, bias, arena)
         return packed[id(weight)]
 
     def walk(parent: nn.Module, prefix: str) -> None:

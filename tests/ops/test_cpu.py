@@ -16,6 +16,7 @@ from lampejo.errors import UserError
 from lampejo.models.dflash import Layer as DraftLayer
 from lampejo.models.llama import Layer
 from lampejo.ops.cpu import instruction_set, library, set_threads
+from lampejo.ops.cpu.arena import CHUNK, Arena
 from lampejo.ops.cpu.fused import FusedLayer, FusedNorm, PackedLinear, PackedMatrix
 from lampejo.ops.cpu.library import LIBRARY, Q4, Q8
 from lampejo.ops.stored import Stored
@@ -312,3 +313,15 @@ def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(library, "ABI", -1)
     with pytest.raises(ImportError, match="install lampejo again"):
         library._open()
+
+
+def test_matrices_of_a_model_share_mappings_and_keep_apart():
+    """Fault: neighbours that overlap, memory that is not zero, or a mapping that outlives its matrices."""
+    arena = Arena()
+    taken = [arena.zeros(n) for n in (1, 64, 100, CHUNK - 300, CHUNK + 1, 5)]
+    for i, memory in enumerate(taken):
+        assert not memory.any() and memory.data_ptr() % 64 == 0
+        memory.fill_(i + 1)
+    assert all((memory == i + 1).all() for i, memory in enumerate(taken))
+    assert taken[1].data_ptr() == taken[0].data_ptr() + 64, "small ones lie side by side"
+    assert arena.zeros(0).numel() == 0

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lampejo.errors import UserError
+from lampejo.ops.cpu.arena import Arena
 from lampejo.ops.cpu.library import (
     LIBRARY,
     Q4,
@@ -35,12 +36,15 @@ MAX_HEAD_DIM, MAX_PAGE_SIZE = 256, 64  # limits of the kernels, csrc/kernels.h
 class PackedMatrix:
     """[N, K] in the kernels' layout."""
 
-    def __init__(self, stored: Stored, float_kind: int = Q8, bias: torch.Tensor | None = None) -> None:
-        """``float_kind``: how matrices that the file holds as floats are packed."""
+    def __init__(
+        self, stored: Stored, float_kind: int = Q8, bias: torch.Tensor | None = None, arena: Arena | None = None
+    ) -> None:
+        """``float_kind``: how matrices that the file holds as floats are packed; ``arena``: shared with others of a
+        model."""
         assert LIBRARY is not None
         self.shape = num_out, num_in = stored.shape
         kind = _KIND_OF_TYPE.get(stored.type, float_kind)
-        self.data = torch.zeros(LIBRARY.lampejo_packed_bytes(kind, num_out, num_in), dtype=torch.uint8)
+        self.data = (arena or Arena()).zeros(LIBRARY.lampejo_packed_bytes(kind, num_out, num_in))
         self.bias = None if bias is None else bias.float().contiguous()
         order = torch.arange(num_out, dtype=torch.int32) if stored.row_order is None else stored.row_order
         done = 0
