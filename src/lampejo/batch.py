@@ -62,4 +62,5 @@ def make_batch(
 
     lists = (ids, positions, slots, logit_index)
     flat = torch.tensor([x for values in lists for x in values], dtype=torch.long, device=device)  # one transfer
-    return Batch(rows, drafts, segments, *flat.split([len(values) for values in lists]), verify_rows)
+    tensors = dict(zip(("ids", "positions", "slots", "logit_index"), flat.split([len(x) for x in lists]), strict=True))
+    return Batch(rows, drafts, segments, **tensors, verify_rows=verify_rows)

@@ -3,6 +3,7 @@
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -283,6 +284,7 @@ def load_target(checkpoint: Checkpoint, packed_kind: int | None = None, place: P
     are stored as floats as ``packed_kind``."""
     with torch.device("meta"):
         target = make_target(checkpoint.config)
+    unfilled = list(target.parameters())
     expected = {name: tuple(p.shape) for name, p in target.named_parameters()}
     check_tensors(checkpoint, expected)
     tied = checkpoint.config.tie_word_embeddings
@@ -296,7 +298,7 @@ def load_target(checkpoint: Checkpoint, packed_kind: int | None = None, place: P
         if tied:
             target.lm_head.weight = target.model.embed_tokens.weight  # one parameter again: it is packed once
         pack_target(target, checkpoint.stored, packed_kind)
-    _check_complete(target)
+    _check_complete(target, unfilled)
     return target
 
 
@@ -310,12 +312,13 @@ def build_drafter(
     tokens."""
     with torch.device("meta"):
         drafter = DFlash(config)
+    unfilled = list(drafter.parameters())
     kept = {name: t for name, t in tensors.items() if packed_pages is None or t.ndim == 1}
     placed = {n: t.to(place.device, place.dtype if t.is_floating_point() else t.dtype) for n, t in kept.items()}
     _assign(drafter, placed)
     if packed_pages is not None:
         pack_drafter(drafter, tensors, Q8, packed_pages)
-    _check_complete(drafter)
+    _check_complete(drafter, unfilled)
     return drafter
 
 
@@ -324,8 +327,10 @@ def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     module.requires_grad_(False)
 
 
-def _check_complete(module: nn.Module) -> None:
-    left = [name for name, p in module.named_parameters() if p.is_meta]
+def _check_complete(module: nn.Module, unfilled: Sequence[nn.Parameter]) -> None:
+    """Every parameter that the module was made with has given way to one that holds something."""
+    kept = {id(p) for p in unfilled}
+    left = [name for name, p in module.named_parameters() if id(p) in kept]
     assert not left, left
 
 
