@@ -19,8 +19,9 @@ from lampejo.loader import load_model, load_target
 from lampejo.models import targets
 from lampejo.models.dflash import DFlash
 from lampejo.ops import device as device_ops
+from lampejo.ops.place import ON_CPU, Place, choose_place, enough_memory
 from lampejo.request import Request
-from lampejo.runner import ON_CPU, Place, Runner, choose_place, enough_memory
+from lampejo.runner import Runner
 from lampejo.scheduler import ScheduledRow
 from lampejo.states import RowState
 from lampejo.terminal import drafting_mode

@@ -4,7 +4,7 @@ import json
 
 from lampejo.config import EngineConfig
 from lampejo.loader import choose_ops, kv_dtype_of
-from lampejo.runner import choose_place
+from lampejo.ops.place import choose_place
 from lampejo.terminal import table
 from lampejo.weights.checkpoint import open_checkpoint
 from lampejo.weights.describe import describe, facts

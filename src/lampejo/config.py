@@ -51,7 +51,7 @@ class EngineConfig:
         """Fills what is open from the model's own context limit, and refuses what cannot work."""
         choices = {"ops": ("auto", "cpu", "reference"), "quantize": (None, "q8", "q4", "none")}
         for name, value in vars(self).items():
-            if name in ("device", "dtype"):  # ``runner`` knows what there is
+            if name in ("device", "dtype"):  # ``ops.place`` knows what there is
                 continue
             if name in choices:
                 if value not in choices[name]:

@@ -21,8 +21,9 @@ from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu import set_threads as set_kernel_threads
 from lampejo.ops.cpu.fused import MAX_PAGE_SIZE, PackedEmbedding, PackedLinear
 from lampejo.ops.cpu.library import LIBRARY, Q4, Q4K, Q8
+from lampejo.ops.place import DTYPES, ON_CPU, Place, choose_place, device_name, enough_memory, free_memory
 from lampejo.packing import fits_kernels, pack_drafter, pack_target
-from lampejo.runner import DTYPES, ON_CPU, Place, Runner, choose_place, device_name, enough_memory, free_memory
+from lampejo.runner import Runner
 from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
 from lampejo.tokenizer import Tokenizer, load_tokenizer
