@@ -174,7 +174,7 @@ def test_a_prompt_that_fills_the_context_is_refused_before_any_work(num_prompt):
             with pytest.raises(UserError, match=f"{num_prompt} tokens.* the context of 100"):
                 call(["short", "p" * num_prompt] if call == llm.generate else "p" * num_prompt)
         assert llm.engine.runner.num_steps == 0
-        assert llm.engine.pool.num_queried_tokens == 0
+        assert llm.engine.scheduler.num_queried_tokens == 0
         assert not llm.engine.has_work
 
 

@@ -16,7 +16,7 @@ import torch
 
 from lampejo.api import LLM
 from lampejo.engine import Engine
-from lampejo.request import Request, StopParams
+from lampejo.request import DraftStats, Request, StopParams
 from lampejo.runner import Runner
 from lampejo.speculate import DFlashDrafter, NgramDrafter
 from scripted import lively_pair, make_llm, random_target, scripted_engine, scripted_llm
@@ -273,6 +273,7 @@ def soak(
     rng = random.Random(1)
     current: list[tuple[Request, tuple[int, int]]] = []
     num_left, num_finished = num_requests, 0
+    totals, num_prompt, num_cached = DraftStats(), 0, 0
     while num_left or current:
         while num_left and len(current) < 8:
             key = (rng.randrange(len(prompts)), rng.randrange(len(KINDS)))
@@ -287,12 +288,17 @@ def soak(
         for request, key in list(current):
             if request.finish_reason:
                 current.remove((request, key))
+                totals.add(request.stats)
+                if request.num_cached is not None:
+                    num_prompt, num_cached = num_prompt + request.num_prompt, num_cached + request.num_cached
                 if request.finish_reason != "abort":
                     assert request.output_ids == references[key][: request.stops.max_tokens]
                     num_finished += 1
         if rng.random() < 0.05:
             engine.pool.check_integrity()
     check_idle(engine)
+    assert engine.stats == totals, "the engine's statistics are not the sum of its requests'"
+    assert (engine.scheduler.num_queried_tokens, engine.scheduler.num_hit_tokens) == (num_prompt, num_cached)
     return num_finished
 
 
@@ -318,7 +324,7 @@ def test_a_thousand_requests_of_random_lengths_with_random_aborts_all_answer_rig
     num_finished = soak(engine, references, prompts, 1000)
     assert 500 < num_finished < 1000
     assert engine.scheduler.num_preemptions > 20
-    assert engine.pool.num_hit_tokens > 0.2 * engine.pool.num_queried_tokens
+    assert engine.scheduler.num_hit_tokens > 0.2 * engine.scheduler.num_queried_tokens
 
 
 def test_a_soak_of_the_real_model_with_its_drafters_answers_right(pair):

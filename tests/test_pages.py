@@ -30,8 +30,6 @@ def test_the_same_prompt_again_is_found_but_for_its_end(num_tokens: int) -> None
     pool.release(pages)
     _, num_cached = run_request(pool, ids)
     assert num_cached * 16 == (num_tokens - 1) // 16 * 16 >= 0.9 * num_tokens
-    assert pool.num_hit_tokens == num_cached * 16
-    assert pool.num_queried_tokens == 2 * num_tokens
 
 
 def test_the_last_token_of_a_prompt_is_never_taken_from_the_cache() -> None:
@@ -218,7 +216,6 @@ def test_with_recurrent_layers_a_prefix_ends_where_a_state_was_saved(ends: tuple
     pool, ids, pages = pool_with_states(*ends)
     assert pool.match([*ids, 9]) == pages[:num_found]
     pool.check_integrity()
-    assert pool.num_hit_tokens == 2 * num_found
     assert pool.find([*ids, 9]) == pages, "they are there all the same"
 
 

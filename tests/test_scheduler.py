@@ -213,6 +213,23 @@ def test_the_youngest_is_preempted_and_returns_first():
     assert young.num_cached == 0, "what a request finds on its return is not what it found at first"
 
 
+def test_a_prompt_is_counted_once_however_often_it_is_looked_for():
+    """Fault: while a request waits for pages, each step would count its hits in the prefix cache again."""
+    scheduler = make_scheduler(num_pages=8, max_context=64)
+    old, same = request_of(57), request_of(57)
+    scheduler.add(old)
+    step(scheduler)
+    scheduler.add(same)
+    for _ in range(3):
+        step(scheduler)
+    assert list(scheduler.waiting) == [same]
+    assert (scheduler.num_queried_tokens, scheduler.num_hit_tokens) == (57, 0)
+    scheduler.remove(old)
+    step(scheduler)
+    assert same.num_cached == 56
+    assert (scheduler.num_queried_tokens, scheduler.num_hit_tokens) == (2 * 57, 56)
+
+
 def test_several_preempted_requests_return_in_their_old_order():
     scheduler = make_scheduler(num_pages=9, max_context=72, token_budget=72)
     requests = [request_of(15, first_id=20 * i) for i in range(1, 5)]

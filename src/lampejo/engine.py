@@ -7,7 +7,7 @@ from lampejo.accept import Verdict, accept
 from lampejo.batch import Batch, make_batch
 from lampejo.config import EngineConfig
 from lampejo.pages import PagePool
-from lampejo.request import Request, TokenDelta, advance
+from lampejo.request import DraftStats, Request, TokenDelta, advance
 from lampejo.runner import Runner
 from lampejo.scheduler import Scheduler
 from lampejo.speculate import Speculator
@@ -28,6 +28,7 @@ class Engine:
         assert num_slots == 0 or num_slots >= config.max_rows, (num_slots, config.max_rows)
         self.pool = PagePool(config.num_pages, config.page_size, StatePool(num_slots) if num_slots else None)
         self.scheduler = Scheduler(self.pool, config.max_rows, config.token_budget, config.max_context)
+        self.stats = DraftStats()  # of all requests
 
     @property
     def has_work(self) -> bool:
@@ -73,7 +74,11 @@ class Engine:
             if row.wants_logits:
                 name = self.speculator.drafter_of(request)
                 verdict = next(remaining)
-                deltas.append(advance(request, verdict, name, len(draft), self.eos_ids, self.max_context))
+                delta = advance(request, verdict, name, len(draft), self.eos_ids, self.max_context)
+                if draft:
+                    num_accepted = sum(origin != "target" for origin in delta.origins)
+                    self.stats.observe(len(draft), num_accepted, len(delta.ids))
+                deltas.append(delta)
             else:
                 request.num_computed += row.num_known
             num_committed.append(request.num_computed - before)

@@ -36,8 +36,6 @@ class PagePool:
         self.states = states
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_queried_tokens = 0  # tokens that `match` was asked about ...
-        self.num_hit_tokens = 0  # ... and those that it found
         self._free = list(range(num_pages - 1, -1, -1))  # taken from the end
         self._evictable: dict[int, None] = {}  # in order of eviction
         self._refcounts = [0] * num_pages
@@ -71,8 +69,6 @@ class PagePool:
         for page in pages:
             self._refcounts[page] += 1
             self._evictable.pop(page, None)
-        self.num_queried_tokens += len(ids)
-        self.num_hit_tokens += len(pages) * self.page_size
         return pages
 
     def find(self, ids: Sequence[int]) -> list[int]:

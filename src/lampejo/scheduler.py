@@ -49,6 +49,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_queried_tokens = 0  # of prompts that were looked for in the prefix cache, each once ...
+        self.num_hit_tokens = 0  # ... and those found
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -171,6 +173,8 @@ class Scheduler:
         request.num_computed = num_cached
         if request.num_cached is None:
             request.num_cached = num_cached
+            self.num_queried_tokens += request.num_prompt
+            self.num_hit_tokens += num_cached
         load = None
         if self.states is not None:
             load = self.states.find(self.pool.name_at(cached, num_cached)) if cached else None
