@@ -10,7 +10,7 @@ class ServerConfig:
     """host and port to listen on; names: what the model is called beside its own name; max_queue: requests that may
     wait beside those that run, more are told to come back (429); timeout_s: of a request, from its arrival; grace_s:
     how long running requests may go on after SIGTERM; keep_alive_s: a silent stream gets a comment this often;
-    max_body_bytes: of a request, beyond it 413."""
+    max_body_bytes: of a request, beyond it 413; vllm_metrics: /metrics tells everything under vLLM's names too."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -20,6 +20,7 @@ class ServerConfig:
     grace_s: float = 30.0
     keep_alive_s: float = 15.0
     max_body_bytes: int = 16_000_000
+    vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
         check_number("--port", self.port, 0, 65535, whole=True)

@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from lampejo.errors import UserError
 from lampejo.frontend import AsyncOutbox
 from lampejo.request import DraftStats, Request
 from lampejo.server.config import ServerConfig
+from lampejo.server.counts import Counts, Watch
 from lampejo.server.errors import BROKEN, TIMED_OUT, TOO_MANY, UNAVAILABLE, ApiError, from_user_error, refused
 
 MAX_REQUESTS = 1024  # of one job: prompts times answers to each
@@ -67,14 +69,13 @@ class _Answer:
     request: Request
     progress: Progress
     parser: Parser | None
-    num_tokens: int = 0
+    watch: Watch
     num_reasoning: int = 0
     called: bool = False  # a tool
 
     def piece(self, chunk: Chunk) -> Piece:
         was_reasoning = self.parser is not None and self.parser.in_reasoning
         events = self._events(chunk.text, bool(chunk.finish_reason))
-        self.num_tokens += len(chunk.ids)
         if was_reasoning:
             self.num_reasoning += len(chunk.ids)
         finish_reason = chunk.finish_reason
@@ -107,6 +108,7 @@ class Answers:
         self._n = n
         self._running = {answer.request.id: answer for answer in answers}
         self._closed = False
+        self._ending = "abort"  # of those that still run when this is closed
         self.created = int(time.time())
 
     @property
@@ -119,7 +121,7 @@ class Answers:
         """Token counts in OpenAI's shape, complete after the last piece. A prompt counts once, however many answers."""
         prompts = [answer.request for answer in self._answers[:: self._n]]
         num_prompt = sum(request.num_prompt for request in prompts)
-        num_completion = sum(answer.num_tokens for answer in self._answers)
+        num_completion = sum(answer.watch.num_tokens for answer in self._answers)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
@@ -138,6 +140,11 @@ class Answers:
             stats.add(answer.request.stats)
         return {"speculative_decoding": stats.as_dict()}
 
+    @property
+    def endings(self) -> list[str]:
+        """How each answer ended; one that still runs will be aborted."""
+        return [answer.request.finish_reason or self._ending for answer in self._answers]
+
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         config, running = self._service.config, self._running
         deadline = asyncio.get_running_loop().time() + config.timeout_s
@@ -147,15 +154,17 @@ class Answers:
                     async with asyncio.timeout_at(deadline):
                         delta = await self._outbox.get()
                 except TimeoutError:
-                    if not any(answer.num_tokens for answer in self._answers):
+                    if not any(answer.watch.num_tokens for answer in self._answers):
                         message = f"Nothing was generated within {config.timeout_s:g} seconds."
                         raise ApiError(TIMED_OUT, message, code="timeout") from None
                     for answer in list(running.values()):
                         yield answer.cut()
                     return
                 except Exception as error:  # what ended the engine
+                    self._ending = "error"
                     raise self._service.failure(error) from error
                 answer = running[delta.request.id]
+                self._service.counts.step(answer.watch, delta)
                 if delta.finish_reason:
                     del running[delta.request.id]
                 yield answer.piece(answer.progress.chunk(delta))
@@ -169,8 +178,13 @@ class Answers:
         self._closed = True
         for answer in self._running.values():
             self._service.llm.frontend.abort(answer.request)
+            self._service.counts.broken_off(self._ending)
         self._running.clear()
         self._service.leave(len(self._answers))
+
+
+# What an HTTP call has started, for the access log; None where there is no log.
+STARTED: ContextVar[list[Answers] | None] = ContextVar("started", default=None)
 
 
 class Service:
@@ -181,6 +195,7 @@ class Service:
         self.config = config
         self.draining = False
         self.num_active = 0  # requests that were let in and are not over
+        self.counts = Counts()
         self.idle = asyncio.Event()
         self.idle.set()
         self._max_rows = llm.engine.scheduler.max_rows
@@ -203,13 +218,16 @@ class Service:
             raise refused(
                 "n" if job.n > 1 else "prompt", f"{num_requests} answers at once; 1 to {MAX_REQUESTS} can be."
             )
+        arrived_at = time.perf_counter()
         self._let_in()
         self._enter(num_requests)
         try:
             requests = await asyncio.to_thread(self._requests, job)
             outbox = AsyncOutbox(asyncio.get_running_loop())
             answers = [
-                _Answer(i, r, Progress(r), job.make_parser(r.prompt_ids) if job.make_parser else None)
+                _Answer(
+                    i, r, Progress(r), job.make_parser(r.prompt_ids) if job.make_parser else None, Watch(arrived_at)
+                )
                 for i, r in enumerate(requests)
             ]
             for request in requests:
@@ -223,7 +241,10 @@ class Service:
         except BaseException:
             self.leave(num_requests)
             raise
-        return Answers(self, answers, outbox, job.n)
+        started = Answers(self, answers, outbox, job.n)
+        if (of_this_call := STARTED.get()) is not None:
+            of_this_call.append(started)
+        return started
 
     def _requests(self, job: Job) -> list[Request]:
         """Renders, encodes and checks; not in the event loop's thread, since prompts may be long."""
