@@ -1,7 +1,7 @@
 """Other devices than the CPU, as far as they can be tested without one: where a model goes, in what precision, what is
 refused; and on the device "meta", which has shapes and types but no values, that a step never asks for a value.
 
-``gpu_ring`` has what needs a GPU.
+``test_gpu_ring`` has what a GPU computes.
 """
 
 from pathlib import Path

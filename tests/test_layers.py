@@ -88,6 +88,7 @@ ORDER = [
     "cli_generate",
     "bench",
     "bench.stats",
+    "bench.ties",
     "bench.texts",
     "bench.workloads",
     "bench.arms",
