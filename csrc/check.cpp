@@ -119,6 +119,22 @@ static void layers() {
     digest("paged", out);
 }
 
+// Few tokens behind a text so long that threads share it, beside a short one.
+static void long_context() {
+    const int heads = 6, kv = 2, dim = 24, size = 24, pages = 60, tokens = 4;
+    std::vector<uint16_t> k_cache(static_cast<size_t>(pages) * kv * dim * size), v_cache(k_cache.size());
+    for (auto& x : k_cache) x = static_cast<uint16_t>(0x3800 + 0x300 * noise());  // f16 near 0.5
+    for (auto& x : v_cache) x = static_cast<uint16_t>(0x3800 + 0x300 * noise());
+    std::vector<int32_t> table(pages);
+    for (int i = 0; i < pages; i++) table[i] = (7 * i + 3) % pages;
+    const Segment segments[] = {{0, 3, 1200, 0}, {3, 1, 20, 51}};
+    const Batch batch = {tokens, 2, size, 0, segments, table.data(), nullptr, nullptr, nullptr};
+    const auto queries = noises(static_cast<size_t>(tokens) * heads * dim);
+    std::vector<float> out(queries.size());
+    lampejo_paged_attention(&batch, queries.data(), k_cache.data(), v_cache.data(), heads, kv, dim, out.data());
+    digest("long", out);
+}
+
 int main(int argc, char** argv) {
     if (argc > 1 && !lampejo_force_isa(argv[1])) return std::printf("%s does not run here\n", argv[1]), 2;
     std::printf("isa %s\n", lampejo_isa());
@@ -127,6 +143,7 @@ int main(int argc, char** argv) {
         lampejo_set_threads(threads);
         matmuls();
         layers();
+        long_context();
     }
     lampejo_set_threads(1);
     std::printf("hash %016llx\n", static_cast<unsigned long long>(hash));

@@ -37,7 +37,7 @@ static int groups_of(const Matrix& m) { return padded(m.num_in, m.kind == Q4K ? 
 
 struct Workspace {  // grows to the largest step; owned by the calling thread
     std::vector<int8_t> codes;
-    std::vector<float> scales, weighted, wide, narrow;
+    std::vector<float> scales, weighted, wide, narrow, spans;
     std::vector<int32_t> sums;
 
     Activations activations(int num_tokens, int groups) {
@@ -85,7 +85,10 @@ static void attention_half(const AttentionHalf& half, const Batch& batch, float*
     float* qkv = Workspace::floats(ws.wide, num_tokens * width);
     float* mixed = Workspace::floats(ws.narrow, static_cast<size_t>(num_tokens) * num_heads * dim);
     const AttentionShape shape = {num_heads, num_kv, dim, half.block, half.causal, half.window};
-    const int pieces = attention_pieces(shape, batch);
+    const AttentionWork work(shape, batch);
+    const float* k = qkv + static_cast<size_t>(num_heads) * dim;
+    const AttentionData data = {qkv,   k, k + static_cast<size_t>(num_kv) * dim, width, k_cache, v_cache,
+                                mixed, Workspace::floats(ws.spans, work.span_floats)};
     parallel([=](Team& team) {
         prepare_normed(team, half.norm, half.eps, size, x, num_tokens, act_in);
         const Matrix inputs[] = {half.q, half.k, half.v}, outputs[] = {half.out};
@@ -109,8 +112,7 @@ static void attention_half(const AttentionHalf& half, const Batch& batch, float*
                     store_value(v_cache, batch.slots[token], batch.page_size, num_kv, head - num_heads - num_kv, dim, at);
             }
         });
-        const float* k = qkv + static_cast<size_t>(num_heads) * dim;
-        attention(team, pieces, shape, batch, qkv, k, k + static_cast<size_t>(num_kv) * dim, width, k_cache, v_cache, mixed);
+        attention(team, work, shape, batch, data);
         prepare_plain(team, num_heads * dim, mixed, num_tokens, act_out);
         matmul(team, outputs, act_out, num_tokens, x, half.out.num_out, true);
     });
@@ -170,11 +172,11 @@ static void context_half(const ContextHalf& half, const Batch& batch, const floa
 static void paged_attention(const Batch& batch, const float* q, const uint16_t* k_cache, const uint16_t* v_cache,
                             int num_heads, int num_kv, int dim, float* out) {
     const AttentionShape shape = {num_heads, num_kv, dim, 0, 0, 0};
-    const int pieces = attention_pieces(shape, batch);
-    parallel([=](Team& team) {
-        attention(team, pieces, shape, batch, q, nullptr, nullptr, static_cast<size_t>(num_heads) * dim, k_cache,
-                  v_cache, out);
-    });
+    const AttentionWork work(shape, batch);
+    const AttentionData data = {
+        q,   nullptr, nullptr, static_cast<size_t>(num_heads) * dim, k_cache, v_cache,
+        out, Workspace::floats(workspace().spans, work.span_floats)};
+    parallel([=](Team& team) { attention(team, work, shape, batch, data); });
 }
 
 extern const Kernels kernels;

@@ -182,9 +182,9 @@ def native_attention(q, cache, segments):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("position", [0, 5, 31, 32, 130])
+@pytest.mark.parametrize("position", [0, 5, 31, 32, 130, 1000])
 def test_attention_over_pages_equals_the_reference_and_is_row_invariant(isa, shape, position):
-    """Principle 3 and L5: grouped heads, chunks, neighbours, and NaN past the end."""
+    """Principle 3 and L5: grouped heads, chunks, neighbours, NaN past the end, and threads that share a long context."""
     num_heads, num_kv, head_dim, page_size = shape
     length = 75
     num_pages = 2 * -(-(position + length) // page_size)
