@@ -331,6 +331,9 @@ def test_compare_fails_when_the_answers_differ(run, monkeypatch):
     monkeypatch.setattr(LLM, "generate", falsified)
     code, out, _ = run("generate", "--compare", "--max-tokens", "4", HAIKU)
     assert code == 1 and out.splitlines()[-1] == "identical: no"
+    monkeypatch.setattr("lampejo.loader._ops_name", lambda *_: "device")
+    code, out, _ = run("generate", "--compare", "--max-tokens", "4", HAIKU)
+    assert code == 1 and out.splitlines()[-1] == "identical: no (at near-ties a GPU may choose either token)"
 
 
 # pull and inspect ----------------------------------------------------------------------------------------------------

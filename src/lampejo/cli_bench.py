@@ -120,6 +120,11 @@ def bench(options: BenchOptions) -> int:
         _sections(bench, options, peers)
     finally:
         bench.close()
+    if results.num_ties:
+        results.notes.append(
+            f"{results.num_ties} answers differ from plain decoding, first at a near-tie: on a GPU the last bits of a "
+            "token depend on what is computed beside it"
+        )
     around["other_cores_busy"] = others = bystanders.cores()
     if others is not None and others > BUSY:
         results.notes.append(

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from lampejo.bench import measure
 from lampejo.bench.arms import SYNTHETIC, make_speculators
 from lampejo.bench.measure import GREEDY, MOST_VERIFIED, Bench, Results
 from lampejo.bench.peers import PeerError
+from lampejo.bench.ties import TIES
 from lampejo.bench.workloads import CATEGORIES
 from scripted import EOS, ids_of
 from tiny import TINY_HYBRID
@@ -205,3 +208,44 @@ def test_a_peer_that_fails_is_a_failure():
 def test_fewer_arms_stand_in_where_not_all_are_measured(arms):
     bench = scripted_bench(rhyming, arms)
     assert bench.few_arms == ["plain", *arms[-1:]][: len(arms)]
+
+
+def test_synthetic_drafts_stand_in_where_nobody_else_drafts_but_not_beside_peers():
+    """Fault: figures of drafts that cost nothing beside those of another engine."""
+    bench, peer = scripted_bench(rhyming, ("plain",), [1.0]), FakePeer()
+    assert bench.few_arms == ["plain", SYNTHETIC]
+    bench.peers(TINY_SUITE, [peer])
+    assert bench.results.failures == [] and "our_drafts" not in bench.results.peers["fake"]
+    assert scripted_bench(rhyming, ("plain", "ngram"), [1.0]).few_arms == ["plain", "ngram"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "tolerances", "num_failures"), [("device", 0.9, 0), ("device", 1.1, 1), ("reference", 0.9, 1)]
+)
+def test_on_a_device_answers_may_part_from_plain_at_near_ties(ops, tolerances, num_failures, monkeypatch):
+    """L7: elsewhere, and further from a tie, they have failed and are not timed."""
+    loaded, config = tiny_loaded(), config_of()
+    loaded.info["ops"] = ops
+    bench = Bench(loaded, config, make_speculators(loaded, ["ngram"], 3, None), Results(["plain", "ngram"]))
+    (prompt,) = CATEGORIES["chat"][:1]
+    honest, texts = Bench.answer, []
+
+    def spoilt(self, arm, prompts, where, params):
+        answers = honest(self, arm, prompts, where, params)
+        if arm == "ngram":
+            answers.completions[0].ids[2] = (answers.completions[0].ids[2] + 1) % 97
+        return answers
+
+    def logits_after(runner, ids):
+        texts.append(ids)
+        logits = torch.full((97,), -1.0)
+        logits[plain[2]], logits[(plain[2] + 1) % 97] = 1.0, 1 - tolerances * TIES[torch.float32]
+        return logits
+
+    plain = bench.answer("plain", [prompt], "chat", {**GREEDY, "max_tokens": 5}).completions[0].ids
+    monkeypatch.setattr(Bench, "answer", spoilt)
+    monkeypatch.setattr(measure, "logits_after", logits_after)
+    found = bench.compare([prompt], ["plain", "ngram"], "chat", {**GREEDY, "max_tokens": 5})
+    assert len(bench.results.failures) == num_failures == 2 - len(found)
+    assert bench.results.num_ties == 1 - num_failures
+    assert all(ids[-2:] == plain[:2] for ids in texts) and len(texts) == (ops == "device")

@@ -16,6 +16,7 @@ from lampejo.batch import make_batch
 from lampejo.bench.arms import SYNTHETIC, RecordingController, SyntheticDrafter
 from lampejo.bench.peers import Peer
 from lampejo.bench.stats import Sample
+from lampejo.bench.ties import TIES, first_difference, gap, logits_after
 from lampejo.bench.workloads import CATEGORIES, WARM_UP, Messages, long_prompt, mixed
 from lampejo.config import EngineConfig
 from lampejo.loader import Loaded
@@ -29,6 +30,7 @@ SAMPLED = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetiti
 MOST_VERIFIED = 17  # an anchor and 16 drafts
 VERIFY_CONTEXT = 128  # tokens before them
 SPEED_TOKENS = 128  # of an answer of fixed length
+ROUTED = 8  # how much further than a rounding the near-tie of a router moves logits, about
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Results:
     peers: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)  # name -> figure -> speeds
     start_s: list[float] = field(default_factory=list)
     peak_rss_mb: float | None = None
+    num_ties: int = 0  # answers that differ from plain's from a near-tie on, where a device may do that
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -114,7 +117,7 @@ class Bench:
     @property
     def few_arms(self) -> list[str]:
         """Plain, and what stands for drafts where not all arms are measured."""
-        others = [arm for arm in self.arms if arm not in ("plain", SYNTHETIC)]
+        others = [arm for arm in self.arms if arm not in ("plain", SYNTHETIC)] or self.arms[1:]
         return ["plain", *(["auto"] if "auto" in others else others[-1:])]
 
     def fail(self, message: str) -> None:
@@ -149,7 +152,8 @@ class Bench:
     def compare(
         self, prompts: Sequence[Messages], arms: Sequence[str], where: str, params: Mapping[str, Any]
     ) -> dict[str, Answers]:
-        """One round: every arm answers the same, in an order that turns. What differs from plain has failed."""
+        """One round: every arm answers the same, in an order that turns. What differs from plain has failed, unless it
+        first does so at a near-tie on a device that promises no more."""
         real = [arm for arm in arms if arm != SYNTHETIC]
         turn = self._num_rounds % len(real)
         self._num_rounds += 1
@@ -163,11 +167,31 @@ class Bench:
         plain = found.get("plain")
         if plain is None:
             return {}
-        expected = [c.ids for c in plain.completions]
-        for arm in [arm for arm, answers in found.items() if [c.ids for c in answers.completions] != expected]:
-            self.fail(f"{where}, {arm}: the answer differs from plain decoding")
-            del found[arm]
+        for arm, answers in list(found.items()):
+            pairs = zip(prompts, plain.completions, answers.completions, strict=True)
+            differing = [(p, one.ids, other.ids) for p, one, other in pairs if one.ids != other.ids]
+            if not all(self._parts_at_a_tie(*case, params) for case in differing):
+                self.fail(f"{where}, {arm}: the answer differs from plain decoding")
+                del found[arm]
         return found
+
+    def _parts_at_a_tie(
+        self, prompt: Messages, expected: Sequence[int], got: Sequence[int], params: Mapping[str, Any]
+    ) -> bool:
+        """Whether an answer may differ from plain's as it does, by design principle 3."""
+        if self.loaded.info.get("ops") != "device":
+            return False
+        index = first_difference(expected, got)
+        if index is None or index >= min(len(expected), len(got)):
+            return False
+        with self.engine("plain") as llm:
+            request = llm.make_request(self.prompt(prompt), **params)
+        ids, runner = request.prompt_ids + list(expected[:index]), self.loaded.runner
+        found = gap(logits_after(runner, ids), request.sampling, request.seed, len(ids), [expected[index], got[index]])
+        wide = ROUTED if runner.target.config.experts else 1
+        is_tie = found <= wide * TIES[runner.target.model.norm.weight.dtype]
+        self.results.num_ties += is_tie
+        return is_tie
 
     def _teach(self, prompts: Sequence[Messages], plain: Answers | None) -> None:
         drafter = self.speculators[SYNTHETIC].drafters[0]
@@ -304,7 +328,7 @@ class Bench:
                 ours = plain.completions[0].timings["tok_per_s"] if plain else None
                 found.setdefault("our_plain", []).append(ours)
                 found.setdefault("plain", []).append(self._peer(f"{peer.name} plain", peer.plain, SPEED_TOKENS))
-                if len(self.few_arms) > 1:
+                if self.few_arms[-1] not in ("plain", SYNTHETIC):
                     params = {**GREEDY, "max_tokens": SPEED_TOKENS}
                     drafted = self.compare([asked], self.few_arms, f"beside {peer.name}", params)
                     answers = drafted.get(self.few_arms[-1])
