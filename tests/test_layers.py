@@ -81,6 +81,8 @@ ORDER = [
     "server.counts",
     "server.service",
     "server.metrics",
+    "server.security",
+    "server.access_log",
     "server.models_info",
     "cli_flags",
     "cli_options",

@@ -1,8 +1,45 @@
 """How the server listens and what it allows."""
 
-from dataclasses import dataclass
+import ipaddress
+import re
+from dataclasses import dataclass, field
 
+from lampejo.errors import UserError
 from lampejo.sampling import check_number
+
+_ORIGIN = re.compile(r"https?://[^/\s?#@]+")
+
+
+@dataclass(frozen=True)
+class Security:
+    """api_keys: any of them opens the API, none at all leaves it open; cors: origins whose web pages may call it, "*"
+    for every page; insecure: no key is needed, from wherever the call comes."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors: tuple[str, ...] = ()
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:  # which no message may show
+            if not key or not all("!" <= char <= "~" for char in key):
+                raise UserError(
+                    "An API key is empty or has other characters than a header can carry.",
+                    "Use letters, digits and signs of ASCII, without spaces.",
+                )
+        for origin in self.cors:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise UserError(
+                    f"--cors is {origin!r}, which is no origin of a web page.",
+                    "Give scheme, host and port alone, such as https://chat.example.org:8443, or * for every page.",
+                )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, without a look into DNS, can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -21,9 +58,16 @@ class ServerConfig:
     keep_alive_s: float = 15.0
     max_body_bytes: int = 16_000_000
     vllm_metrics: bool = False
+    security: Security = Security()
 
     def __post_init__(self) -> None:
         check_number("--port", self.port, 0, 65535, whole=True)
         check_number("--max-queue", self.max_queue, 0, 2**31, whole=True)
         check_number("--timeout", self.timeout_s, 0, 2**31, above=True)
         check_number("--grace", self.grace_s, 0, 2**31)
+        if not (is_loopback(self.host) or self.security.api_keys or self.security.insecure):
+            raise UserError(
+                f"{self.host} can be reached from other machines, and no API key is set: anyone there could use the"
+                " model.",
+                "Give --api-key-file FILE (or LAMPEJO_API_KEY), leave --host out, or say --insecure if you mean it.",
+            )

@@ -141,6 +141,12 @@ class Answers:
         return {"speculative_decoding": stats.as_dict()}
 
     @property
+    def first_token_s(self) -> float | None:
+        """From arrival to the first token of any of the answers; None before."""
+        seconds = [w.first_at - w.arrived_at for w in (answer.watch for answer in self._answers) if w.num_tokens]
+        return min(seconds, default=None)
+
+    @property
     def endings(self) -> list[str]:
         """How each answer ended; one that still runs will be aborted."""
         return [answer.request.finish_reason or self._ending for answer in self._answers]
