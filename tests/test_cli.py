@@ -16,6 +16,7 @@ import pytest
 from lampejo import LLM, SamplingParams, StopParams, UserError
 from lampejo.chat_session import ChatSession
 from lampejo.cli import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE, main, make_parser
+from lampejo.cli_options import ModelOptions
 from lampejo.loader import Loaded, load_model, without_drafts
 from lampejo.ops.cpu import instruction_set
 from lampejo.runner import Runner
@@ -331,7 +332,13 @@ def test_compare_fails_when_the_answers_differ(run, monkeypatch):
     monkeypatch.setattr(LLM, "generate", falsified)
     code, out, _ = run("generate", "--compare", "--max-tokens", "4", HAIKU)
     assert code == 1 and out.splitlines()[-1] == "identical: no"
-    monkeypatch.setattr("lampejo.loader._ops_name", lambda *_: "device")
+    load = ModelOptions.load_parts
+
+    def on_a_gpu(self):
+        loaded, config = load(self)
+        return replace(loaded, info={**loaded.info, "ops": "device"}), config
+
+    monkeypatch.setattr(ModelOptions, "load_parts", on_a_gpu)
     code, out, _ = run("generate", "--compare", "--max-tokens", "4", HAIKU)
     assert code == 1 and out.splitlines()[-1] == "identical: no (at near-ties a GPU may choose either token)"
 
