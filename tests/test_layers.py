@@ -73,6 +73,7 @@ ORDER = [
     "loader",
     "api",
     "terminal",
+    "web",
     "server",
     "server.errors",
     "server.config",
