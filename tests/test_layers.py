@@ -114,6 +114,7 @@ ORDER = [
     "plan.planner",
     "plan.report",
     "cli_plan",
+    "cli_top",
     "chat_session",
     "cli",
     "__main__",

@@ -70,6 +70,7 @@ def make_parser() -> Parser:
     _add_inspect(commands)
     _add_bench(commands)
     _add_plan(commands)
+    _add_top(commands)
     return parser
 
 
@@ -266,6 +267,32 @@ def _plan(args: argparse.Namespace) -> int:
     from lampejo.cli_plan import plan, plan_options
 
     return plan(plan_options(args))
+
+
+TOP_EXAMPLES = """In a terminal the view is live, and Ctrl-C ends it; through a pipe it is one snapshot.
+
+examples:
+  lampejo top
+  lampejo top http://192.168.1.5:8000 --interval 5
+  lampejo top --once | head -20
+"""
+
+
+def _add_top(commands: Commands) -> None:
+    text = "watch a running server: speed, acceptance, times, cache"
+    parser = _add_command(commands, "top", "[flags] [URL]", text, TOP_EXAMPLES)
+    parser.set_defaults(run=_top)
+    address = "http://127.0.0.1:8000"
+    parser.add_argument("url", metavar="URL", nargs="?", default=address, help=f"of the server (default: {address})")
+    parser.add_argument("--api-key", metavar="KEY", help="if the server wants one (default: LAMPEJO_API_KEY)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default: 1)")
+    parser.add_argument("--once", action="store_true", help="print one snapshot")
+
+
+def _top(args: argparse.Namespace) -> int:
+    from lampejo.cli_top import top, top_options
+
+    return top(top_options(args.url, args.api_key, args.interval, args.once))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,9 +5,10 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from lampejo.api import Completion
+if TYPE_CHECKING:  # ``lampejo top`` needs no PyTorch
+    from lampejo.api import Completion
 
 # Who proposed a token -> its name for people, its colour (SGR code), and the marks that stand in for colour.
 ORIGINS = {
@@ -108,7 +109,7 @@ def start_lines(info: Mapping[str, Any]) -> list[str]:
     return lines + [f"lampejo: warning: {warning}" for warning in info.get("warnings", [])]
 
 
-def statistics_line(completion: Completion, info: Mapping[str, Any]) -> str:
+def statistics_line(completion: "Completion", info: Mapping[str, Any]) -> str:
     """Tokens, speed, acceptance and the effective mode of one answer."""
     speed, first = completion.timings["tok_per_s"], completion.timings["first_token_s"]
     parts = [f"{len(completion.ids)} tokens ({completion.finish_reason}), {speed:.1f} tok/s, first after {first:.2f} s"]
