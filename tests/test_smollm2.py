@@ -322,10 +322,7 @@ def test_drafts_of_the_packaged_drafter_equal_those_of_a_second_implementation(
     """Every fifth draft, from the files and the states of `transformers` alone; only ties may be decided otherwise."""
     target = llm.engine.runner.target
     reference = ReferenceDrafter(packaged.folder, target.model.embed_tokens.weight, target.lm_head.weight)
-    contexts = [
-        reference.context(torch.cat([answer.states[i] for i in reference.rules["target_layer_ids"]], dim=-1))
-        for answer in answers
-    ]
+    contexts = [reference.context(torch.cat([answer.states[i] for i in reference.taps], dim=-1)) for answer in answers]
     made = list(redrafted[1].items())[::5]
     num_ties = 0
     for (i, known), draft in made:
