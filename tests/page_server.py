@@ -39,6 +39,7 @@ class PageServer:
         self.failure: tuple[int, str] | None = None
         self.differs_without_drafts = False
         self.finish_reason = "stop"
+        self.pace = 0.001  # seconds between two steps
         self.num_gone = 0
         self.app = FastAPI()
         self.app.include_router(routes())
@@ -96,7 +97,7 @@ class PageServer:
             ]
             lampejo = {"tokens": trace, "step": step} if is_traced else None
             yield chunk({"content": "".join(tokens)}, lampejo=lampejo)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(self.pace)
             if asked.startswith("fail midway"):
                 yield b'data: {"error":{"message":"The engine has failed: out of luck","type":"server_error"}}\n\n'
                 return

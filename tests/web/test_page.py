@@ -59,7 +59,7 @@ def server(running) -> PageServer:
     """The scripted server, as new."""
     server, _ = running
     server.__dict__.update(answers={}, thoughts={}, bodies=[], key=None, failure=None)
-    server.__dict__.update(differs_without_drafts=False, finish_reason="stop", num_gone=0)
+    server.__dict__.update(differs_without_drafts=False, finish_reason="stop", num_gone=0, pace=0.001)
     return server
 
 
@@ -368,6 +368,8 @@ def test_reasoning_is_folded(open_page, server):
     assert not page.is_visible("text=Let me think")
     page.click("text=Thoughts")
     assert page.is_visible("text=Let me think")
+    page.click("#menu [data-language=pt]")
+    assert page.is_visible("text=Let me think")
     ask(page, "Next")
     assert {"role": "assistant", "content": PLAIN} in server.bodies[-1]["messages"]
 
@@ -668,6 +670,7 @@ def test_an_answer_goes_on_while_another_conversation_is_read(open_page):
 
 def test_speculation_shows_who_proposed_each_token_and_how_many_survive(open_page, server):
     """Tokens by origin, one group and one bar for each step, the numbers of the response, the survival curve."""
+    server.pace = 0.05
     page = open_page()
     page.click("#tab-speculation")
     page.click("#trial-run")

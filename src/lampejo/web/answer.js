@@ -80,11 +80,11 @@ export class Answer {
     return this.usage?.completion_tokens ?? this.numTraced;
   }
 
-  // Of decoding alone, null while there is nothing to divide.
+  // Of decoding alone, null while there is nothing to divide: what came in one go had no time of its own.
   get perSecond() {
     const seconds = (this.lastAt - this.firstAt) / 1000;
     const count = this.numTokens - this.numFirst;
-    return seconds > 0 && count > 0 ? count / seconds : null;
+    return seconds > 0.02 && count > 0 ? count / seconds : null;
   }
 
   // What a conversation keeps of it.

@@ -110,6 +110,7 @@ function showView(name) {
   }
   if (location.hash !== (name === "chat" ? "" : `#${name}`)) history.replaceState(null, "", name === "chat" ? location.pathname : `#${name}`);
   if (name === "chat") app.chat.render();
+  else speculation.show();
 }
 
 const currentView = () => (find("#chat").hidden ? "speculation" : "chat");
@@ -176,8 +177,7 @@ async function loadModel(mayAsk = true) {
   try {
     const card = await modelCard();
     app.model = card?.id ?? null;
-    find("#model").textContent = app.model ?? "";
-    find("#model").title = card?.lampejo?.mode ?? "";
+    find("#model").replaceChildren(app.model ?? "", make("span", {}, card?.lampejo?.mode ?? ""));
   } catch (error) {
     if (error.status === 401 && mayAsk) askKey();
     // Anything else shows when something is asked.

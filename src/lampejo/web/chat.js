@@ -16,6 +16,7 @@ export class Chat {
     this.running = new Map(); // conversation id to what stops its answer
     this.problems = new Map(); // conversation id to what went wrong last
     this.nodes = new Map(); // message to what shows it
+    this.opened = new WeakSet(); // messages whose thoughts somebody reads
     this.follows = true; // the end of the text, until somebody scrolls up
     this.isEditing = false;
     this.scroll = find("#scroll");
@@ -196,12 +197,14 @@ export class Chat {
       const thought = new Markdown(make("div", { class: "prose" }));
       const label = make("span");
       const fold = make("details", { class: "reasoning" }, make("summary", {}, label), thought.root);
+      fold.open = this.opened.has(message);
+      fold.addEventListener("toggle", () => (fold.open ? this.opened.add(message) : this.opened.delete(message)));
       article.append(fold, markdown.root);
       this.nodes.set(message, { markdown, thought, fold, label, article });
       this.show(message, isLive);
       if (message.end) article.append(make("p", { class: "end" }, t(message.end === "stopped" ? "stopped" : "cut")));
     }
-    if (!isLive && !(isUser && this.isRunning)) article.append(this.actions(message, isLast, isLastUser));
+    if (!isLive) article.append(this.actions(message, isLast, isLastUser));
     return article;
   }
 

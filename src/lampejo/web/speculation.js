@@ -25,6 +25,7 @@ export class Speculation {
       if (find("#trial").reportValidity()) this.start([true, false]);
     });
     find("#trial-stop").addEventListener("click", () => this.stop());
+    addEventListener("resize", () => this.grow());
     this.prompt.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
       event.preventDefault();
@@ -113,9 +114,10 @@ export class Speculation {
       run.note.textContent = run.state === "waiting" ? t("waiting") : run.state === "done" && answer.content && !answer.numTraced ? t("notTraced") : "";
     }
     const drafted = this.runs.find((run) => run.drafts) ?? this.runs[0];
-    find("#blocks").replaceChildren(bars(drafted?.answer.steps ?? []));
+    const width = find("#blocks").clientWidth || 480; // one unit is one pixel, so that the numbers have their size
+    find("#blocks").replaceChildren(bars(drafted?.answer.steps ?? [], width));
     const histogram = drafted?.answer.speculation?.acceptance_histogram ?? [];
-    find("#survival").replaceChildren(histogram.length ? survivalCurve(histogram) : make("p", { class: "quiet empty" }, t("survivalEmpty")));
+    find("#survival").replaceChildren(histogram.length ? survivalCurve(histogram, width) : make("p", { class: "quiet empty" }, t("survivalEmpty")));
   }
 
   // Says of two runs whether their texts are the same: every token, and every character.

@@ -30,7 +30,7 @@ export const STRINGS = {
     close: "Close",
 
     hello: "The same words, sooner.",
-    helloMore: "A small drafter runs ahead, the model keeps what it would have written itself. Ask something and watch.",
+    helloMore: "A small drafter runs ahead; the model keeps only what it would have written itself.",
     examples: [
       "Write a Python function that merges two sorted lists, with a test.",
       "Explain how a rainbow comes about, in four sentences.",
@@ -186,7 +186,7 @@ export const STRINGS = {
     close: "Fechar",
 
     hello: "As mesmas palavras, mais cedo.",
-    helloMore: "Um pequeno rascunhador corre à frente; o modelo guarda o que ele mesmo teria escrito. Pergunte algo e veja.",
+    helloMore: "Um pequeno rascunhador corre à frente; o modelo guarda só o que ele mesmo teria escrito.",
     examples: [
       "Escreva uma função em Python que junte duas listas ordenadas, com um teste.",
       "Explique em quatro frases como surge um arco-íris.",
