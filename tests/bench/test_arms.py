@@ -3,6 +3,8 @@
 import pytest
 
 from lampejo.bench.arms import SYNTHETIC, RecordingController, SyntheticDrafter, make_speculators, parse_rates
+from lampejo.bench.measure import GREEDY, Bench, Results
+from lampejo.bench.workloads import CATEGORIES
 from lampejo.errors import UserError
 from lampejo.loader import _speculator
 from lampejo.speculate import NGRAM_MAX_WIDTH, NgramDrafter, Speculator
@@ -48,6 +50,27 @@ def test_synthetic_drafts_are_right_at_the_given_rates(rates, lowest, highest):
     measured = controller.acceptance_per_slot()
     assert lowest <= sum(controller.num_accepted) / sum(controller.num_reached) <= highest
     assert len(measured) <= len(rates)
+
+
+def test_synthetic_drafts_cost_what_the_loaded_drafter_costs():
+    """Issue 4, point 8: its passes are made and its context follows, but what it drafts is thrown away."""
+    loaded = tiny_loaded()
+    made = make_speculators(loaded, ["dflash"], 15, [1.0] * 9)
+    (drafter,), (alike,) = made[SYNTHETIC].drafters, made["dflash"].drafters
+    assert type(drafter.as_costly_as) is type(alike) and drafter.as_costly_as is not alike
+    bench = Bench(loaded, config_of(), made, Results(list(made)))
+    calls = []
+    for name in ("draft", "append_context"):
+        call = getattr(loaded.runner, name)
+        setattr(loaded.runner, name, lambda *args, n=name, c=call: (calls.append(n), c(*args))[1])
+    found = bench.compare([CATEGORIES["chat"][0]], ["plain", SYNTHETIC], "chat", {**GREEDY, "max_tokens": 20})
+    stats = found[SYNTHETIC].completions[0].speculation
+    assert bench.results.failures == [] and stats["draft_acceptance_rate"] == 1
+    assert calls.count("draft") == stats["num_spec_steps"] > 0 and "append_context" in calls
+    assert stats["num_draft_tokens"] <= 5 * stats["num_spec_steps"]  # it has no more to give
+    assert not drafter.as_costly_as._pending
+    loaded.runner.drafter = None
+    assert make_speculators(loaded, [], None, [1.0])[SYNTHETIC].drafters[0].as_costly_as is None
 
 
 def test_what_the_synthetic_drafter_does_not_know_it_leaves_alone():

@@ -49,22 +49,27 @@ class RecordingController(WidthController):
 class SyntheticDrafter:
     """Knows the answer that plain decoding gave, and spoils it: slot k is right at ``rates[k]``, given those before it.
 
-    It costs nothing, so its arm shows what the engine makes of a drafter of such acceptance. Deterministic: the same
-    request at the same position always gets the same draft.
+    Its arm shows what the engine makes of a drafter of such acceptance, which costs what ``as_costly_as`` costs: that
+    one drafts too, and its drafts are thrown away. None: nothing. Deterministic: the same request at the same position
+    always gets the same draft.
     """
 
     name = SYNTHETIC
 
-    def __init__(self, rates: Sequence[float], vocab_size: int) -> None:
+    def __init__(self, rates: Sequence[float], vocab_size: int, as_costly_as: Drafter | None = None) -> None:
         self.rates = list(rates)
+        self.as_costly_as = as_costly_as
         self.vocab_size = vocab_size
         self.answers: dict[tuple[int, ...], list[int]] = {}  # by prompt ids
 
     def available(self, request: Request) -> int:
         answer = self.answers.get(tuple(request.prompt_ids), [])
-        return max(0, min(len(self.rates), len(answer) - request.num_output))
+        most = len(self.rates) if self.as_costly_as is None else self.as_costly_as.available(request)
+        return max(0, min(len(self.rates), most, len(answer) - request.num_output))
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        if self.as_costly_as is not None:
+            self.as_costly_as.draft(requests, widths)
         return [self._draft(request, width) for request, width in zip(requests, widths, strict=True)]
 
     def _draft(self, request: Request, width: int) -> list[int]:
@@ -77,10 +82,14 @@ class SyntheticDrafter:
         ]
 
     def observe(self, batch: Batch, taps: torch.Tensor, num_committed: Sequence[int]) -> None:
-        """Needs no context."""
+        """Needs no context itself."""
+        if self.as_costly_as is not None:
+            self.as_costly_as.observe(batch, taps, num_committed)
 
     def forget(self, request: Request) -> None:
         """The answers stay: the next round asks the same."""
+        if self.as_costly_as is not None:
+            self.as_costly_as.forget(request)
 
 
 def parse_rates(text: str) -> list[float]:
@@ -115,5 +124,5 @@ def make_speculators(
         elif arm == "auto":  # as ``loader`` makes it
             drafters[arm] = [NgramDrafter(TRUSTED_MATCH if runner.drafter else SHORTEST_MATCH), *dflash()]
     if rates is not None:
-        drafters[SYNTHETIC] = [SyntheticDrafter(rates, runner.target.config.vocab_size)]
+        drafters[SYNTHETIC] = [SyntheticDrafter(rates, runner.target.config.vocab_size, next(iter(dflash()), None))]
     return {arm: Speculator(mine, RecordingController(NGRAM_MAX_WIDTH, width)) for arm, mine in drafters.items()}
