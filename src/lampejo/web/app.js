@@ -86,6 +86,7 @@ function remove(conversations) {
   }
   if (!store.conversations.has(app.chat.conversation.id)) app.chat.start();
   renderList();
+  if (document.activeElement === document.body) find("#new-chat").focus();
   toast(t(conversations.length === 1 ? "deleted" : "deletedAll"), () => {
     for (const conversation of conversations) store.save(conversation);
     app.chat.open(conversations[0]);
@@ -258,9 +259,8 @@ NARROW.addEventListener("change", arrange);
 addEventListener("hashchange", () => showView(location.hash === "#speculation" ? "speculation" : "chat"));
 document.addEventListener("keydown", onKey);
 addEventListener("pagehide", () => {
-  const { conversation } = app.chat;
-  store.put("current", conversation.id);
-  if (conversation.messages.length) store.save(conversation);
+  store.put("current", app.chat.conversation.id);
+  for (const id of app.chat.running.keys()) if (store.conversations.has(id)) store.save(store.conversations.get(id));
 });
 addEventListener("storage", (event) => {
   if (!store.isChat(event.key)) return;
@@ -268,6 +268,7 @@ addEventListener("storage", (event) => {
   if (app.chat.running.has(id)) return; // what is written here is newer
   store.read(event.key);
   if (id === app.chat.conversation.id && store.conversations.has(id)) app.chat.open(store.conversations.get(id));
+  else if (id === app.chat.conversation.id) app.chat.start(); // deleted there
   renderList();
 });
 

@@ -9,6 +9,8 @@ import { t } from "./strings.js";
 
 const SAVE_MS = 1500; // how often a growing answer is kept
 
+const isTouch = () => matchMedia("(pointer: coarse)").matches; // no Shift there: Enter is for lines
+
 export class Chat {
   // app: {store, settings, model, announce(text), changed(), askKey(wasWrong)}
   constructor(app) {
@@ -57,8 +59,7 @@ export class Chat {
 
   key(event) {
     if (event.isComposing) return;
-    const onTouch = matchMedia("(pointer: coarse)").matches; // no Shift there: Enter is for lines
-    if (event.key === "Enter" && !event.shiftKey && !event.ctrlKey && !event.metaKey && !event.altKey && !onTouch) {
+    if (event.key === "Enter" && !event.shiftKey && !event.ctrlKey && !event.metaKey && !event.altKey && !isTouch()) {
       event.preventDefault();
       this.send();
     } else if (event.key === "ArrowUp" && !this.field.value && !this.isRunning) {
@@ -84,6 +85,7 @@ export class Chat {
     if (this.isRunning || !messages.length) return;
     if (messages.at(-1).role === "assistant") messages.pop();
     this.follows = true;
+    if (!isTouch()) this.field.focus(); // the button that was pressed goes away
     this.answer(this.conversation);
   }
 
@@ -131,7 +133,7 @@ export class Chat {
         message.content = answer.content;
         if (answer.reasoning) message.reasoning = answer.reasoning;
         this.grow(conversation, message);
-        if (performance.now() - savedAt > SAVE_MS) {
+        if (performance.now() - savedAt > SAVE_MS && app.store.conversations.has(conversation.id)) {
           app.store.save(conversation);
           savedAt = performance.now();
         }
@@ -148,7 +150,7 @@ export class Chat {
     if (!app.store.conversations.has(conversation.id)) return; // deleted meanwhile
     if (problem) this.problems.set(conversation.id, problem);
     this.keep(conversation);
-    app.announce(problem ? "" : t(message.end === "stopped" ? "stopped" : "answered"));
+    app.announce(problem ? "" : `${t(message.end === "stopped" ? "stopped" : "answered")} ${message.content}`);
     if (problem?.status === 401) this.askKey(conversation);
   }
 
@@ -175,7 +177,6 @@ export class Chat {
     const nodes = messages.map((message, i) => this.messageNode(message, i === messages.length - 1, i === lastUser));
     if (problem) nodes.push(this.problemNode(problem));
     find("#messages").replaceChildren(...nodes);
-    find("#messages").setAttribute("aria-busy", String(isRunning));
     find("#hello").hidden = messages.length > 0;
     find("#examples").replaceChildren(...t("examples").map((text) => make("li", {}, make("button", { type: "button", onclick: () => this.send(text) }, text))));
     find("#chat-title").textContent = conversation.title || t("untitled");

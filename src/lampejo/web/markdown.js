@@ -129,7 +129,7 @@ function codeNode({ info, text }) {
     "figure",
     { class: "code" },
     make("figcaption", {}, make("span", {}, language || t("code")), copyButton(t("copyCode"), t("copied"), () => code.textContent)),
-    make("pre", { tabindex: "0", "aria-label": t("code") }, code),
+    make("pre", { role: "group", tabindex: "0", "aria-label": t("code") }, code),
   );
 }
 

@@ -75,7 +75,7 @@ export class Speculation {
     find("#trial-notice").replaceChildren(
       ...(this.problem ? [make("div", { class: "problem", role: "alert" }, make("p", {}, make("strong", {}, this.problem.message), " ", this.problem.remedy))] : []),
     );
-    for (const run of this.runs) run.trace = new Trace(make("div", { class: "trace", tabindex: "0" }));
+    for (const run of this.runs) run.trace = new Trace(make("div", { class: "trace", role: "group", tabindex: "0" }));
     const nodes = this.runs.map((run) => this.runNode(run));
     find("#runs").classList.toggle("pair", nodes.length === 2);
     find("#runs").replaceChildren(...(nodes.length ? nodes : [make("p", { class: "quiet empty" }, t("nothingYet"))]));
@@ -110,7 +110,10 @@ export class Speculation {
         tile("acceptanceLength", told(spoken.mean_acceptance_length, (value) => number(value, 2))),
         tile("acceptanceRate", told(spoken.draft_acceptance_rate, percent)),
       );
+      const { root } = run.trace;
+      const follows = root.scrollHeight - root.scrollTop - root.clientHeight < 48; // until somebody scrolls up
       run.trace.show(answer.steps);
+      if (follows && run.state === "running") root.scrollTop = root.scrollHeight;
       run.note.textContent = run.state === "waiting" ? t("waiting") : run.state === "done" && answer.content && !answer.numTraced ? t("notTraced") : "";
     }
     const drafted = this.runs.find((run) => run.drafts) ?? this.runs[0];

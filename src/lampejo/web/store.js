@@ -19,13 +19,16 @@ function checkedMessage(message) {
     kept.stats = { tokens: stats.tokens };
     for (const name of ["perSecond", "acceptance"]) if (Number.isFinite(stats[name])) kept.stats[name] = stats[name];
   }
+  // The page was closed before its end.
+  if (kept.role === "assistant" && !kept.stats && !kept.end) kept.end = "stopped";
   return kept;
 }
 
 function checkedConversation(value, id) {
   if (!value || !Array.isArray(value.messages)) throw new Error("not a conversation");
-  const messages = value.messages.map(checkedMessage);
-  if (messages.includes(null)) throw new Error("not a message");
+  const all = value.messages.map(checkedMessage);
+  if (all.includes(null)) throw new Error("not a message");
+  const messages = all.filter((message) => message.role === "user" || message.content || message.reasoning);
   return {
     id,
     title: isText(value.title) ? value.title : "",

@@ -32,6 +32,7 @@ export class Trace {
   // From this token on the text is another than the one beside it.
   mark(index) {
     const token = this.root.querySelectorAll(".token")[index];
+    token?.scrollIntoView({ block: "nearest" });
     if (token) token.classList.add("differs");
     else this.root.append(make("span", { class: "token differs" }, "∎"));
   }
