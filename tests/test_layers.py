@@ -21,6 +21,7 @@ ORDER = [
     "tokenizer",
     "text",
     "answer",
+    "answer_parser",
     "chat",
     "request",
     "scheduler",

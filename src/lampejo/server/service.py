@@ -25,7 +25,7 @@ MAX_REQUESTS = 1024  # of one job: prompts times answers to each
 
 
 class Parser(Protocol):
-    """Takes an answer's text apart (``answer.AnswerParser``)."""
+    """Takes an answer's text apart (``answer_parser.AnswerParser``)."""
 
     @property
     def in_reasoning(self) -> bool: ...
