@@ -147,11 +147,11 @@ def view(history: Sequence[Snapshot], url: str, color: bool) -> list[str]:
     width = shutil.get_terminal_size().columns
     now, recent = history[-1], history[-1].since(history[0])
     health = now.health
-    title = f"lampejo top  {url}  {health.get('model', '')}  {health.get('mode', '')}"
     endings = now.by_label("request_success_total")
     refused = sum(n for status, n in now.by_label("http_responses_total").items() if status >= "400")
     lines = [
-        printable(title)[:width],
+        printable(f"lampejo top  {url}  {health.get('model', '')}")[:width],
+        printable(str(health.get("mode", "")))[:width],
         "",
         f"{now['num_requests_running']:.0f} running, {now['num_requests_waiting']:.0f} waiting; since the start "
         + ", ".join(

@@ -49,6 +49,7 @@ class AccessLog:
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_named(message: Message) -> None:
             nonlocal status
