@@ -3,6 +3,9 @@
 A draft is accepted while it equals the token that the target chooses at that position; the first that differs is
 replaced by the target's choice, and after a wholly accepted block the target adds one of its own. So every committed
 token is the target's choice, and the output cannot depend on the drafts.
+
+That is the policy "lossless". A row that asks for typical acceptance also keeps drafts which the target merely finds
+plausible; its answer depends on the drafts.
 """
 
 import math
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from lampejo.errors import DamagedModel
-from lampejo.sampling import History, SamplingParams, choose, process_logits
+from lampejo.sampling import History, SamplingParams, choose, is_typical, process_logits
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,18 @@ class VerifyRow:
     seed: int
     history: History
     hidden_ids: Sequence[Sequence[int]]  # per position: ids that must not be chosen there (EOS below min_tokens)
+    typical: float | None = None  # threshold of typical acceptance; None: lossless
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``ids``: the accepted drafts and the bonus token, the target's own; ``logprobs``: one each, or none."""
+    """``ids``: the accepted drafts and the bonus token, the target's own; ``logprobs``: one each, or none; ``inexact``:
+    which of the drafts are not the target's own choice, in order; none where acceptance is lossless."""
 
     ids: list[int]
     num_accepted: int
     logprobs: list[TokenLogprobs]
+    inexact: Sequence[int] = ()
 
 
 def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
@@ -58,7 +64,11 @@ def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
     chosen: list[int] = []  # where the committed tokens' logits lie in the flat tensor
     for row in rows:
         n = len(row.drafts) + 1
-        own = _own_choices(logits[start : start + n], row) if greedy is None else greedy[start : start + n]
+        inexact: list[int] = []
+        if greedy is None:
+            own, inexact = _own_choices(logits[start : start + n], row)
+        else:
+            own = greedy[start : start + n]
         num_accepted = 0
         while num_accepted < len(row.drafts) and row.drafts[num_accepted] == own[num_accepted]:
             num_accepted += 1
@@ -67,7 +77,7 @@ def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
         logprobs = []
         if row.params.logprobs is not None:
             logprobs = token_logprobs(logits[start : start + len(ids)], ids, row.params.logprobs)
-        verdicts.append(Verdict(ids, num_accepted, logprobs))
+        verdicts.append(Verdict(ids, num_accepted, logprobs, inexact))
         start += n
     assert start == len(logits), (start, len(logits))
     if chosen and not all(map(math.isfinite, logits.take(torch.tensor(chosen, device=logits.device)).tolist())):
@@ -75,8 +85,9 @@ def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
     return verdicts
 
 
-def _own_choices(logits: torch.Tensor, row: VerifyRow) -> list[int]:
-    """The target's choices for one row's positions, at least up to the first that differs from the draft.
+def _own_choices(logits: torch.Tensor, row: VerifyRow) -> tuple[list[int], list[int]]:
+    """The target's choices for one row's positions, at least up to the first that differs from the draft; and where a
+    draft that it merely finds typical stands in their place.
 
     A CPU takes them one by one: it computes only those that count, and small tensors stay in its caches. Another device
     takes them all at once.
@@ -85,11 +96,27 @@ def _own_choices(logits: torch.Tensor, row: VerifyRow) -> list[int]:
     scores = process_logits(logits, row.params, row.history, row.drafts, row.hidden_ids)
     tile = 1 if logits.device.type == "cpu" else n
     own: list[int] = []
+    inexact: list[int] = []
     while len(own) < n and own == list(row.drafts[: len(own)]):
         part = range(len(own), min(len(own) + tile, n))
         positions = range(row.position + part.start, row.position + part.stop)
         own += choose(scores[part.start : part.stop], row.params, row.seed, positions).tolist()
-    return own
+        if row.typical is not None:
+            inexact += _take_typical(own, scores, row, part)
+    return own, inexact
+
+
+def _take_typical(own: list[int], scores: torch.Tensor, row: VerifyRow, part: range) -> list[int]:
+    """Puts typical drafts into ``own``, up to the first position of ``part`` whose draft is refused; returns where."""
+    assert row.typical is not None
+    taken = []
+    for j in part[: len(row.drafts) - part.start]:
+        if own[j] != row.drafts[j]:
+            if not is_typical(scores[j], row.params, row.drafts[j], row.typical):
+                break
+            own[j] = row.drafts[j]
+            taken.append(j)
+    return taken
 
 
 def _is_plain_greedy(row: VerifyRow) -> bool:

@@ -184,6 +184,22 @@ def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: S
     return (scores + gumbel_noise(seed, positions, torch.arange(logits.shape[-1], device=logits.device))).argmax(-1)
 
 
+def is_typical(logits: torch.Tensor, params: SamplingParams, token_id: int, threshold: float) -> bool:
+    """Whether a token is plausible enough to stand for the target's own choice at one position.
+
+    Typical acceptance (Medusa, arXiv 2401.10774, section 3.3.1): its probability is above min(threshold,
+    sqrt(threshold) * exp(-entropy)), so where the target is undecided less will do. The distribution, and its entropy
+    in nats, are those that ``choose`` draws from: at temperature 0 nothing but the greatest is typical. logits [V] after
+    ``process_logits``.
+    """
+    if params.temperature == 0:
+        return False
+    probs = keep_likely(logits[None].float() / max(params.temperature, _COLDEST), params).softmax(-1)[0]
+    entropy = torch.special.entr(probs).sum()
+    bound = (threshold**0.5 * torch.exp(-entropy)).clamp(max=threshold)
+    return bool(probs[token_id] > bound)
+
+
 def keep_likely(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """top_k, then top_p (arXiv 1904.09751), then min_p (arXiv 2407.01082): what falls out becomes -inf. scores [N, V].
 
