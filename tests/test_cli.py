@@ -304,7 +304,7 @@ def test_columns_keep_their_width():
 
 def test_compare_shows_both_answers_and_that_they_are_identical(run):
     """The main job: one prompt plain and with drafts, side by side, and the proof below."""
-    code, out, _ = run("generate", "--compare", "--max-tokens", "24", HAIKU)
+    code, out, _ = run("generate", "--compare", "--width", "3", "--max-tokens", "24", HAIKU)
     assert code == 0 and out.splitlines()[-1] == "identical: yes"
     effective = ("int8", "q4: 210, q8: 1; keys and values float16, 24,576 bytes per token")
     if instruction_set() is None:

@@ -176,9 +176,15 @@ class LLM:
         return self._achunks(self.make_request(prompt, **params))
 
     def make_request(
-        self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None, **params: Any
+        self,
+        prompt: Prompt,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        drafts: bool = True,
+        **params: Any,
     ) -> Request:
-        """Checks everything about a request before any work; ``UserError`` names what is wrong."""
+        """Checks everything about a request before any work; ``UserError`` names what is wrong. ``drafts`` False: it is
+        decoded plainly."""
         unknown = [name for name in params if name not in _SAMPLING_NAMES + _STOP_NAMES]
         if unknown:
             known = ", ".join(_SAMPLING_NAMES + _STOP_NAMES)
@@ -208,13 +214,15 @@ class LLM:
             )
         continued = prompt_ids if isinstance(prompt, str) or _is_ids(prompt) else ()
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
-        return Request(next(self._ids), prompt_ids, sampling, stops, text)
+        return Request(next(self._ids), prompt_ids, sampling, stops, text, drafts)
 
     def another(self, request: Request, seed: int | None) -> Request:
         """A request for another answer to the same prompt. None draws a seed."""
         assert isinstance(request.text, TextStream)
         sampling = replace(request.sampling, seed=seed)
-        return Request(next(self._ids), request.prompt_ids, sampling, request.stops, request.text.fresh())
+        return Request(
+            next(self._ids), request.prompt_ids, sampling, request.stops, request.text.fresh(), request.drafts
+        )
 
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
         """Prompt ids of text or token ids (as they are) or messages (through the chat template)."""

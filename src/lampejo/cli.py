@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from lampejo import __version__
-from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags, add_plan_flags
+from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags, add_plan_flags, add_serve_flags
 from lampejo.errors import DamagedModel, UserError
-from lampejo.weights.aliases import ALIASES
+from lampejo.weights.aliases import ALIASES, DEFAULT
 
 INTERRUPTED, BROKEN_PIPE, USER_MISTAKE = 130, 141, 2  # exit codes; the first two are 128 and the signal's number
 COLORS = ("always", "auto", "never")
@@ -66,6 +66,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog="lampejo")
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_pull(commands)
     _add_inspect(commands)
     _add_bench(commands)
@@ -173,6 +174,47 @@ def _chat(args: argparse.Namespace) -> int:
     from lampejo.cli_options import answer_params, model_options
 
     return chat(model_options(args), answer_params(args), args.system)
+
+
+SERVE_EXAMPLES = """OpenAI's clients go to http://127.0.0.1:8000/v1; people and Anthropic's clients to http://127.0.0.1:8000.
+
+examples:
+  lampejo serve
+  lampejo serve qwen2.5-coder-1.5b --context 16384 --name coder
+  lampejo serve --host 0.0.0.0 --api-key-file keys.txt --access-log
+"""
+
+
+def _add_serve(commands: Commands) -> None:
+    text = "serve a model over HTTP, as OpenAI and Anthropic do, with a chat page"
+    parser = _add_command(commands, "serve", "[flags] [MODEL]", text, SERVE_EXAMPLES)
+    parser.set_defaults(run=_serve)
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=DEFAULT, help=f"alias, org/name, folder or .gguf file ({DEFAULT})"
+    )
+    add_serve_flags(parser)
+    add_model_flags(parser, with_model=False)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from lampejo.server.config import Security, ServerConfig
+    from lampejo.server.security import find_keys
+
+    security = Security(find_keys(args.api_key or (), args.api_key_file), tuple(args.cors or ()), args.insecure)
+    server = ServerConfig(
+        host=args.host,
+        port=args.port,
+        names=tuple(args.name or ()),
+        max_queue=args.max_queue,
+        timeout_s=args.timeout,
+        grace_s=args.grace,
+        vllm_metrics=args.metrics_compat == "vllm",
+        security=security,
+    )
+    from lampejo.cli_options import model_options
+    from lampejo.cli_serve import ServeOptions, serve
+
+    return serve(ServeOptions(model_options(args), server, args.allow_plain, args.access_log))
 
 
 PULL_EXAMPLES = f"""What is there already is not fetched again; an interrupted pull goes on where it stopped.

@@ -7,9 +7,12 @@ from lampejo.weights.aliases import DEFAULT
 DEFAULT_MAX_TOKENS = 512
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, with_model: bool = True) -> None:
+    """``with_model`` False: the command names the model without a flag."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default=DEFAULT, help=f"alias, org/name, folder or .gguf file (default: {DEFAULT})")
+    if with_model:
+        what = f"alias, org/name, folder or .gguf file (default: {DEFAULT})"
+        group.add_argument("--model", default=DEFAULT, help=what)
     group.add_argument(
         "--drafter",
         default="auto",
@@ -148,3 +151,29 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
+    group.add_argument(
+        "--name", action="append", metavar="NAME", help="what clients may call the model beside its name; repeatable"
+    )
+    group.add_argument(
+        "--max-queue", type=int, default=128, metavar="N", help="requests that may wait; more get 429 (default: 128)"
+    )
+    group.add_argument("--timeout", type=float, default=3600, metavar="S", help="of a request (default: 3600)")
+    group.add_argument(
+        "--grace", type=float, default=30, metavar="S", help="for running requests at the end (default: 30)"
+    )
+    group.add_argument("--allow-plain", action="store_true", help="serve without a drafter that cannot be loaded")
+    group.add_argument("--access-log", action="store_true", help="print one JSON object per call, without its text")
+    group.add_argument("--metrics-compat", choices=("vllm",), help="/metrics also under vLLM's names")
+    group = parser.add_argument_group("keys and networks")
+    group.add_argument(
+        "--api-key", action="append", metavar="KEY", help="what callers must send; repeatable; others can see it in ps"
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="keys, one on each line; or set LAMPEJO_API_KEY")
+    group.add_argument("--cors", action="append", metavar="ORIGIN", help="whose web pages may call; repeatable")
+    group.add_argument("--insecure", action="store_true", help="no key needed, whoever calls from wherever")

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lampejo.api import LLM, load
@@ -57,6 +57,10 @@ class ModelOptions:
             device=self.device,
             dtype=self.dtype,
         )
+
+    def without_dflash(self) -> "ModelOptions":
+        """The same model with drafts by n-gram alone."""
+        return replace(self, drafter="ngram", target_layer_ids=None)
 
     def load(self) -> LLM:
         with status(f"loading {self.model}"):

@@ -107,6 +107,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stops: StopParams = field(default_factory=StopParams)
     text: TextSink | None = None
+    drafts: bool = True  # False: decoded plainly, whatever drafters there are
 
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list, init=False)

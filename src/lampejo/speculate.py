@@ -159,7 +159,7 @@ class Speculator:
         for request in requests:
             offer = RowOffer(request.id, None, 0)
             self._chosen.pop(request.id, None)
-            for drafter in self.drafters:
+            for drafter in self.drafters if request.drafts else ():
                 if num_available := drafter.available(request):
                     self._chosen[request.id] = drafter
                     offer = RowOffer(request.id, drafter.name, num_available)

@@ -1,0 +1,66 @@
+"""The application: routes, checks before them, and errors in the shape of the API that was called."""
+
+import logging
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from lampejo import __version__, web
+from lampejo.api import LLM
+from lampejo.server import metrics, models_info, openai_chat, security
+from lampejo.server.access_log import CLIENT_GONE, AccessLog
+from lampejo.server.config import ServerConfig
+from lampejo.server.errors import BROKEN, ApiError
+from lampejo.server.http import JsonResponse
+from lampejo.server.service import Service
+
+LOG = logging.getLogger("lampejo.server")
+
+
+def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
+    """``app.state.service`` is the service behind it."""
+    app = FastAPI(title="lampejo", version=__version__, redoc_url=None, openapi_tags=[])
+    service = app.state.service = Service(llm, config)
+    names = models_info.ModelName(service)
+    app.include_router(openai_chat.routes(service, names))
+    app.include_router(models_info.routes(service, names))
+    app.include_router(metrics.routes(service, names.names[0]))
+    app.include_router(web.routes())
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_exception_handler(Exception, _our_mistake)
+    security.protect(app, config)
+    app.add_middleware(AccessLog, counts=service.counts)
+    return app
+
+
+def _told(request: Request, error: ApiError) -> Response:
+    is_anthropic = request.url.path.startswith("/v1/messages")
+    body = error.anthropic() if is_anthropic else error.openai()
+    return JsonResponse(body, status_code=error.status, headers=error.headers)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _told(request, error)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """No such path, or no such method there."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}. GET /openapi.json tells what there is."
+    return _told(request, ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # which nobody reads
+
+
+async def _our_mistake(request: Request, error: Exception) -> Response:
+    request_id = request.state.request_id
+    LOG.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=error)
+    message = f"Something went wrong in the server; its log tells what, under {request_id}."
+    return _told(request, ApiError(BROKEN, message, headers={"X-Request-Id": request_id}))

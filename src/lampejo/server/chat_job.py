@@ -1,0 +1,85 @@
+"""A chat of any protocol as a job: messages in the form that templates read, tools, and what takes the answer apart."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lampejo.server.errors import refused
+from lampejo.server.service import Job
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a protocol asks for, in OpenAI's words. params: keyword arguments of ``LLM.make_request``; fields: the body,
+    so that errors can name the field that they are about."""
+
+    messages: Sequence[Mapping[str, Any]]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chat_job(chat: Chat) -> Job:
+    """``ApiError`` for messages and tools that no template could render."""
+    template_kwargs = dict(chat.template_kwargs)
+    if chat.tools:
+        template_kwargs["tools"] = [_tool(tool, i) for i, tool in enumerate(chat.tools)]
+    messages = [_message(message, i) for i, message in enumerate(chat.messages)]
+    params = {**chat.params, "chat_template_kwargs": template_kwargs}
+    return Job([messages], params, chat.n, None, chat.fields)
+
+
+def _tool(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+    if tool.get("type") != "function":
+        raise refused("tools", f"tool {i} is of type {tool.get('type')!r}; only functions can be called.")
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise refused("tools", f"tool {i} has no function with a name.")
+    if not isinstance(function.get("parameters", {}), Mapping):
+        raise refused("tools", f"the parameters of {function['name']} are not a JSON schema.")
+    return tool
+
+
+def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """Roles and contents as templates know them: text is one string, a call's arguments are an object."""
+    told = {name: value for name, value in message.items() if value is not None}
+    if told.get("role") == "developer":
+        told["role"] = "system"
+    calls = told.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise refused(f"messages[{i}].tool_calls", "it must be a list.")
+        told["tool_calls"] = [_call(call, f"messages[{i}].tool_calls[{j}]") for j, call in enumerate(calls)]
+    elif "tool_calls" in told:
+        del told["tool_calls"]
+    if isinstance(told.get("content"), list):
+        told["content"] = "\n".join(
+            _text(part, f"messages[{i}].content[{j}]") for j, part in enumerate(told["content"])
+        )
+    if calls or told.get("reasoning_content"):
+        told.setdefault("content", "")
+    return told
+
+
+def _text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get({"refusal": "refusal"}.get(kind, "text")) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        shown = repr(kind) if kind else "a part without a type"
+        raise refused(where, f"{shown} cannot be read; this model reads text alone.")
+    return text
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise refused(where, "a call has a function with name and arguments.")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # what a model wrote is not always JSON
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,95 @@
+"""How tokens are chosen and when an answer ends: fields of OpenAI's bodies, and those that vLLM adds."""
+
+from typing import Any
+
+from lampejo.server.errors import refused
+from lampejo.server.fields import Body
+
+
+class SamplingBody(Body):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    model: str | None = None
+    lampejo: dict[str, Any] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments of ``LLM.make_request``; what is not given comes from the model's own defaults (P4)."""
+        params = self.given(
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "min_tokens",
+            "ignore_eos",
+        )
+        if self.top_k is not None:
+            params["top_k"] = max(self.top_k, 0)  # -1 is how vLLM says off
+        if self.logit_bias is not None:
+            try:
+                params["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+            except ValueError:
+                raise refused("logit_bias", "its keys are token ids.") from None
+        if params.get("stop") in ("", []):
+            del params["stop"]
+        if not self.own("drafts", True):
+            params["drafts"] = False
+        return params
+
+    @property
+    def answers(self) -> int:
+        """How many to each prompt."""
+        if self.n is not None and not 1 <= self.n <= 128:
+            raise refused("n", f"it is {self.n}; it must be from 1 to 128.")
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream tells usage in its last chunk."""
+        return self._option("include_usage")
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether chunks tell each token with its origin: ``lampejo: {"trace": true}``."""
+        return self.own("trace", False)
+
+    def own(self, name: str, default: bool) -> bool:
+        """A field of ``lampejo``, which no other server has."""
+        value = (self.lampejo or {}).get(name, default)
+        if not isinstance(value, bool):
+            raise refused(f"lampejo.{name}", "it must be true or false.")
+        return value
+
+    def check_stream(self) -> None:
+        """``ApiError`` for options of a stream that is none, or that this server does not have."""
+        for name in self.stream_options or {}:
+            if name not in ("include_usage", "include_obfuscation"):
+                raise refused(f"stream_options.{name}", "this server does not have it. Leave it out.")
+        if self._option("include_obfuscation"):
+            raise refused("stream_options.include_obfuscation", "this server does not support it. Leave it out.")
+        if self.stream_options and not self.stream:
+            raise refused("stream_options", "it is for streams. Leave it out, or set stream.")
+
+    def _option(self, name: str) -> bool:
+        value = (self.stream_options or {}).get(name, False)
+        if value is not None and not isinstance(value, bool):
+            raise refused(f"stream_options.{name}", "it must be true or false.")
+        return bool(value)

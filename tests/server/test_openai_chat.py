@@ -1,0 +1,57 @@
+"""/v1/chat/completions: what OpenAI's clients send and read."""
+
+import pytest
+
+from lampejo.server.openai_chat import ChatBody
+from scripted import ids_of, knowing
+from server_app import ask, chat, client_of, events, model_saying, text_of
+
+STORY = "A flash of light, then another: 1, 2, 3 and so on until the morning came and the sea was calm again. "
+
+
+@pytest.mark.parametrize("answer", ["x", "Hello", STORY * 4])
+async def test_a_stream_put_together_equals_the_whole_answer(answer):
+    """T1 and T3: the role, text, the reason, usage, [DONE], in this order; usage and reason are equal too."""
+    with model_saying(answer, [knowing(ids_of(answer))], width=5) as llm:
+        async with client_of(llm) as client:
+            whole = (await ask(client, chat())).json()
+            chunks = await events(client, chat(stream_options={"include_usage": True}))
+    message = whole["choices"][0]["message"]
+    assert message["content"] == text_of(chunks) == answer
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    reasons = [c["finish_reason"] for chunk in chunks[:-2] for c in chunk["choices"]]
+    assert reasons[-1] == whole["choices"][0]["finish_reason"] == "stop" and not any(reasons[:-1])
+    assert chunks[-1] is None
+    usage, used = chunks[-2]["usage"], whole["usage"]
+    assert chunks[-2]["choices"] == []
+    assert [usage[k] for k in ("prompt_tokens", "completion_tokens")] == [
+        used[k] for k in ("prompt_tokens", "completion_tokens")
+    ]
+    assert usage["completion_tokens"] == len(answer) + 1
+    assert chunks[-2]["metrics"].keys() == whole["metrics"].keys() == {"speculative_decoding"}
+
+
+async def test_drafts_can_be_turned_off_for_one_request_and_the_text_is_the_same():
+    """V2: the statistics show that nothing was drafted; the trace tells who proposed each token."""
+    with model_saying(STORY, [knowing(ids_of(STORY))], width=5) as llm:
+        async with client_of(llm) as client:
+            drafted = (await ask(client, chat(lampejo={"trace": True}))).json()
+            plain = (await ask(client, chat(lampejo={"drafts": False, "trace": True}))).json()
+    assert drafted["choices"] == plain["choices"]
+    assert drafted["metrics"]["speculative_decoding"]["num_spec_steps"] > 5
+    assert plain["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
+    assert {token["origin"] for token in plain["lampejo"]["tokens"]} == {"target"}
+    assert {token["origin"] for token in drafted["lampejo"]["tokens"]} == {"target", "scripted"}
+    assert "".join(token["text"] for token in drafted["lampejo"]["tokens"]) == STORY
+
+
+@pytest.mark.parametrize("name", sorted(ChatBody.refused))
+async def test_fields_that_cannot_be_honoured_are_refused_by_name(name):
+    """P1: never accepted and ignored."""
+    with model_saying("x") as llm:
+        async with client_of(llm) as client:
+            response = await ask(client, chat(**{name: {"some": "thing"}}))
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == name
+            for harmless in ChatBody.refused[name]:
+                assert (await ask(client, chat(**{name: harmless}))).status_code == 200
