@@ -150,7 +150,7 @@ def view(history: Sequence[Snapshot], url: str, color: bool) -> list[str]:
     endings = now.by_label("request_success_total")
     refused = sum(n for status, n in now.by_label("http_responses_total").items() if status >= "400")
     lines = [
-        printable(f"lampejo top  {url}  {health.get('model', '')}")[:width],
+        printable(f"{url}  {health.get('model', '')}")[:width],
         printable(str(health.get("mode", "")))[:width],
         "",
         f"{now['num_requests_running']:.0f} running, {now['num_requests_waiting']:.0f} waiting; since the start "

@@ -108,7 +108,7 @@ def test_one_snapshot_through_a_pipe_tells_everything(server, capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[:2] == [f"lampejo top  {server.url}  tiny", "drafts by ngram, width auto"]
+    assert lines[:2] == [f"{server.url}  tiny", "drafts by ngram, width auto"]
     assert "3 running, 1 waiting; since the start 9 answered, 2 aborted, 1 failed, 4 refused" in lines
     rows = {line[:34].strip(): line.split()[-1] for line in lines if line and not line[0].isspace()}
     for label, value in (
