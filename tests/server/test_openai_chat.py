@@ -1,8 +1,11 @@
 """/v1/chat/completions: what OpenAI's clients send and read."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from lampejo.server.openai_chat import ChatBody
+from lampejo.server.openai_chat import ChatBody, ChatWriter
 from scripted import ids_of, knowing
 from server_app import ask, chat, client_of, events, model_saying, text_of
 
@@ -43,6 +46,18 @@ async def test_drafts_can_be_turned_off_for_one_request_and_the_text_is_the_same
     assert {token["origin"] for token in plain["lampejo"]["tokens"]} == {"target"}
     assert {token["origin"] for token in drafted["lampejo"]["tokens"]} == {"target", "scripted"}
     assert "".join(token["text"] for token in drafted["lampejo"]["tokens"]) == STORY
+
+
+def test_a_traced_token_that_is_part_of_a_character_has_its_bytes():
+    """Fault: an emoji of three tokens that no reader of the trace can put together."""
+    pieces = {7: b"\xf0\x9f", 8: b"\x8e\x89", 9: b"ok", 10: "<end>"}
+    tokenizer: Any = SimpleNamespace(piece=pieces.get)
+    traced = ChatWriter(tokenizer, ChatBody(messages=[]), {}).trace(list(pieces), ["target"] * 4)
+    assert bytes(traced[0]["bytes"] + traced[1]["bytes"]).decode() == "🎉"
+    assert traced[2:] == [
+        {"id": 9, "text": "ok", "origin": "target"},
+        {"id": 10, "text": "<end>", "origin": "target"},
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(ChatBody.refused))

@@ -170,14 +170,15 @@ class ChatWriter:
         return chunks
 
     def trace(self, ids: Sequence[int], origins: Sequence[str]) -> list[dict[str, Any]]:
-        return [
-            {"id": token_id, "text": self._text(token_id), "origin": origin}
-            for token_id, origin in zip(ids, origins, strict=True)
-        ]
+        return [self._traced(token_id, origin) for token_id, origin in zip(ids, origins, strict=True)]
 
-    def _text(self, token_id: int) -> str:
+    def _traced(self, token_id: int, origin: str) -> dict[str, Any]:
+        """A token that holds a part of a character only has its bytes too."""
         piece = self.tokenizer.piece(token_id)
-        return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
+        raw = piece.encode() if isinstance(piece, str) else piece
+        text = raw.decode("utf-8", "replace")
+        told = {"id": token_id, "text": text, "origin": origin}
+        return told if text.encode() == raw else {**told, "bytes": list(raw)}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []

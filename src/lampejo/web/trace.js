@@ -12,6 +12,12 @@ export class Trace {
     this.root = root;
     this.steps = [];
     this.counts = [];
+    this.decoder = new TextDecoder();
+  }
+
+  // A character may be spread over tokens: their bytes are put together, and the last of them shows it.
+  textOf({ text, bytes }) {
+    return this.decoder.decode(bytes ? new Uint8Array(bytes) : new TextEncoder().encode(text), { stream: true });
   }
 
   show(steps) {
@@ -22,7 +28,7 @@ export class Trace {
         this.root.append(this.steps[i]);
       }
       for (const token of steps[i].slice(this.counts[i])) {
-        this.steps[i].append(make("span", { class: `token ${originOf(token)}` }, token.text));
+        this.steps[i].append(make("span", { class: `token ${originOf(token)}` }, this.textOf(token)));
       }
       this.counts[i] = steps[i].length;
       this.steps[i].title = t("stepTitle", i + 1, steps[i].length);
