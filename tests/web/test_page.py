@@ -11,7 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lampejo.runner import Runner
+from lampejo.server.app import make_app
+from lampejo.server.config import ServerConfig
+from lampejo.speculate import DFlashDrafter, NgramDrafter
 from page_server import PLAIN, PageServer, serving
+from scripted import lively_pair, make_llm
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, of the dev extra")
 
@@ -230,6 +235,40 @@ def test_damaged_and_full_storage_are_told_and_cost_nothing_else(open_page):
     ask(page, "One more")
     page.wait_for_selector("text=no room left")
     assert texts(page)[-2:] == ["One more", "The answer is 42, as ever."]
+
+
+@pytest.fixture(scope="module")
+def real_server() -> Iterator[str]:
+    """The server itself, with a tiny random model, a tiny drafter and n-grams."""
+    target, drafter = lively_pair()
+    config = {"max_context": 1024, "num_pages": 128, "page_size": 16, "width": 4}
+    runner = Runner(target, drafter, config["num_pages"], config["page_size"])
+    llm = make_llm(runner, [NgramDrafter(6), DFlashDrafter(runner)], **config)
+    with llm, serving(make_app(llm, ServerConfig())) as url:
+        yield url
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_the_real_server_answers_the_same_with_and_without_drafts(open_page, real_server, temperature):
+    """L1 as a person sees it: drafts of both kinds were accepted, and both texts are the same in every token."""
+    page = open_page(real_server)
+    page.click("#settings-button")
+    page.fill("#field-temperature", "" if temperature is None else str(temperature))
+    page.fill("#field-max_tokens", "96")
+    page.click("#tab-speculation")
+    page.fill("#trial-prompt", "Say something.")
+    page.click("#trial-compare")
+    page.wait_for_selector("#verdict:visible")
+    assert "Identical" in page.inner_text("#verdict"), page.inner_text("#trial-notice")
+    traces = page.locator("#runs .trace").all_inner_texts()
+    assert traces[0] == traces[1] and len(traces[0]) > 8
+    drafted, plain = page.locator("#runs .run").all()
+    assert drafted.locator(".token.dflash, .token.ngram").count() > 0
+    assert plain.locator(".token:not(.target)").count() == 0
+    assert page.locator("#survival svg").count() == 1
+    page.click("#tab-chat")
+    ask(page, "And in the chat?")
+    assert " tokens" in page.inner_text(".last .actions")
 
 
 def test_nothing_that_a_model_writes_becomes_markup(open_page, server):
@@ -698,6 +737,24 @@ def test_speculation_shows_who_proposed_each_token_and_how_many_survive(open_pag
     page.wait_for_selector("#trial-run:visible")
     assert server.bodies[-1] == {**body, "lampejo": {"trace": True, "drafts": False}}
     assert page.locator("#runs .token:not(.target)").count() == 0
+
+
+def test_a_character_of_several_tokens_is_shown_whole(open_page):
+    """Fault: an emoji as three signs of replacement."""
+    steps = [
+        [{"text": "a"}, {"text": "\ufffd", "bytes": [0xF0, 0x9F]}],
+        [{"text": "\ufffd", "bytes": [0x8E, 0x89]}, {"text": "é"}],
+    ]
+    shown = open_page().evaluate(
+        """async (steps) => {
+          const { Trace } = await import("./web/trace.js");
+          const trace = new Trace(document.createElement("div"));
+          trace.show(steps);
+          return trace.root.textContent;
+        }""",
+        steps,
+    )
+    assert shown == "a🎉é"
 
 
 def test_compare_finds_texts_identical_or_marks_the_first_difference(open_page, server):
