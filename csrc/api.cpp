@@ -97,3 +97,6 @@ void lampejo_paged_attention(const Batch* batch, const float* q, const uint16_t*
                              int num_heads, int num_kv_heads, int head_dim, float* out) {
     chosen->kernels->paged_attention(*batch, q, k_cache, v_cache, num_heads, num_kv_heads, head_dim, out);
 }
+void lampejo_experts_half(const ExpertsHalf* half, float* x, int num_tokens) {
+    chosen->kernels->experts_half(*half, x, num_tokens);
+}

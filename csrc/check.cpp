@@ -135,6 +135,40 @@ static void long_context() {
     digest("long", out);
 }
 
+// Experts one after another in memory, as a layer has them.
+static Packed stacked(int kind, int num, int num_out, int num_in) {
+    Packed all(kind, num_out, num_in);
+    for (int i = 1; i < num; i++) {
+        const Packed next(kind, num_out, num_in);
+        all.data.insert(all.data.end(), next.data.begin(), next.data.end());
+    }
+    all.matrix.data = all.data.data();
+    return all;
+}
+
+static void experts() {
+    const int hidden = 72, wide = 43, tokens = 23, num = 11, active = 3;
+    const auto norm = noises(hidden), router = noises(static_cast<size_t>(num) * hidden), shared_router = noises(hidden);
+    const Packed gate = stacked(Q4, num, wide, hidden), up = stacked(Q8, num, wide, hidden), down = stacked(Q8, num, hidden, wide);
+    const Packed shared_gate(Q8, 50, hidden), shared_up(Q4, 50, hidden), shared_down(Q8, hidden, 50);
+    for (const bool shared : {false, true}) {
+        ExpertsHalf half = {norm.data(), 1e-6f, num, active, shared, router.data(), gate.matrix, up.matrix, down.matrix, nullptr,
+                            shared_gate.matrix, shared_up.matrix, shared_down.matrix};
+        if (shared) half.shared_router = shared_router.data();
+        const auto x = noises(static_cast<size_t>(tokens) * hidden);
+        auto whole = x;
+        lampejo_experts_half(&half, whole.data(), tokens);
+        for (int first = 0; first < tokens; first += 3)
+            for (int n = 1; first + n <= tokens; n += 4) {
+                std::vector<float> part(x.begin() + first * hidden, x.begin() + (first + n) * hidden);
+                lampejo_experts_half(&half, part.data(), n);
+                if (std::memcmp(part.data(), whole.data() + first * hidden, part.size() * 4))
+                    std::printf("experts are not row-invariant\n"), std::exit(1);
+            }
+        digest("experts", whole);
+    }
+}
+
 int main(int argc, char** argv) {
     if (argc > 1 && !lampejo_force_isa(argv[1])) return std::printf("%s does not run here\n", argv[1]), 2;
     std::printf("isa %s\n", lampejo_isa());
@@ -144,6 +178,7 @@ int main(int argc, char** argv) {
         matmuls();
         layers();
         long_context();
+        experts();
     }
     lampejo_set_threads(1);
     std::printf("hash %016llx\n", static_cast<unsigned long long>(hash));

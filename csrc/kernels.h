@@ -14,6 +14,7 @@ struct Kernels {
     void (*context_half)(const ContextHalf&, const Batch&, const float* ctx, uint16_t* k_cache, uint16_t* v_cache);
     void (*paged_attention)(const Batch&, const float* q, const uint16_t* k_cache, const uint16_t* v_cache, int num_heads,
                             int num_kv, int dim, float* out);
+    void (*experts_half)(const ExpertsHalf&, float* x, int num_tokens);
 };
 
 size_t packed_bytes(int kind, int num_out, int num_in);

@@ -35,17 +35,24 @@ static void prepare_plain(Team& team, int size, const float* x, int num_tokens, 
 
 static int groups_of(const Matrix& m) { return padded(m.num_in, m.kind == Q4K ? 256 : 32) / 32; }
 
-struct Workspace {  // grows to the largest step; owned by the calling thread
+struct Codes {
     std::vector<int8_t> codes;
-    std::vector<float> scales, weighted, wide, narrow, spans;
+    std::vector<float> scales, weighted;
     std::vector<int32_t> sums;
 
-    Activations activations(int num_tokens, int groups) {
+    Activations of(int num_tokens, int groups) {
         const size_t n = static_cast<size_t>(num_tokens) * groups;
         if (codes.size() < 32 * n) codes.resize(32 * n);
         if (scales.size() < n) scales.resize(n), weighted.resize(n), sums.resize(n);
         return {codes.data(), scales.data(), weighted.data(), sums.data(), groups};
     }
+};
+
+struct Workspace {  // grows to the largest step; owned by the calling thread
+    Codes codes;
+    std::vector<float> wide, narrow, spans;
+
+    Activations activations(int num_tokens, int groups) { return codes.of(num_tokens, groups); }
     static float* floats(std::vector<float>& v, size_t n) {
         if (v.size() < n) v.resize(n);
         return v.data();
@@ -118,6 +125,15 @@ static void attention_half(const AttentionHalf& half, const Batch& batch, float*
     });
 }
 
+static void swiglu(const float* gate, const float* up, int size, float* out) {
+    int i = 0;
+    for (; i + 8 <= size; i += 8) {
+        f32x8 a = load(gate + i);
+        store(out + i, a / (all(1) + exp(all(0) - a)) * load(up + i));
+    }
+    for (; i < size; i++) out[i] = gate[i] / (1 + exp1(-gate[i])) * up[i];
+}
+
 static void mlp_half(const MlpHalf& half, float* x, int num_tokens) {
     const int size = half.gate.num_in, width = half.down.num_in;
     Workspace& ws = workspace();
@@ -130,13 +146,8 @@ static void mlp_half(const MlpHalf& half, float* x, int num_tokens) {
         const Matrix inputs[] = {half.gate, half.up}, outputs[] = {half.down};
         matmul(team, inputs, act_in, num_tokens, wide, 2 * static_cast<size_t>(width), false);
         prepare(team, num_tokens, act_out, [&](int t, float* row) {
-            const float *gate = wide + static_cast<size_t>(t) * 2 * width, *up = gate + width;
-            int i = 0;
-            for (; i + 8 <= width; i += 8) {
-                f32x8 a = load(gate + i);
-                store(row + i, a / (all(1) + exp(all(0) - a)) * load(up + i));
-            }
-            for (; i < width; i++) row[i] = gate[i] / (1 + exp1(-gate[i])) * up[i];
+            const float* gate = wide + static_cast<size_t>(t) * 2 * width;
+            swiglu(gate, gate + width, width, row);
         });
         matmul(team, outputs, act_out, num_tokens, x, half.down.num_out, true);
     });
@@ -179,5 +190,8 @@ static void paged_attention(const Batch& batch, const float* q, const uint16_t* 
     parallel([=](Team& team) { attention(team, work, shape, batch, data); });
 }
 
+#include "experts.inl"
+
 extern const Kernels kernels;
-const Kernels kernels = {matmul_all, rms_norm, attention_half, mlp_half, context_half, paged_attention};
+const Kernels kernels = {matmul_all,   rms_norm,        attention_half, mlp_half,
+                         context_half, paged_attention, experts_half};

@@ -3,7 +3,8 @@
 // Promise kept by every kernel: the result of a token (a row of its input) is bit-identical whatever the number of rows and
 // threads, because each row has accumulators of its own and one fixed order of accumulation.
 //
-// Shape legend: T tokens, K inputs, N outputs, Q query heads, G key/value heads, D head size, P pages, S page size.
+// Shape legend: T tokens, K inputs, N outputs, Q query heads, G key/value heads, D head size, P pages, S page size,
+// E experts.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -60,6 +61,18 @@ struct MlpHalf {
     Matrix gate, up, down;
 };
 
+// x + the sum over a token's experts of weight * down(silu(gate(norm(x))) * up(norm(x))), plus the same of a shared expert: in
+// place of an MLP half. Routers are plain floats, because their rounding would choose other experts.
+struct ExpertsHalf {
+    const float* norm;
+    float eps;
+    int32_t num_experts, num_active, normalised;  // normalised: a token's weights add up to 1
+    const float* router;         // [E, K]
+    Matrix gate, up, down;       // of the first expert; those of the others follow in memory
+    const float* shared_router;  // [K], weighs the shared expert as a sigmoid; null: there is none
+    Matrix shared_gate, shared_up, shared_down;
+};
+
 // Keys and values that a drafter derives from its context.
 struct ContextHalf {
     int32_t num_kv_heads, head_dim;
@@ -70,7 +83,7 @@ struct ContextHalf {
 };
 
 // Changes with every change of a struct or signature here; lampejo/ops/cpu/library.py knows the one that it was written for.
-#define LAMPEJO_ABI 2
+#define LAMPEJO_ABI 3
 LAMPEJO_API int lampejo_abi();
 LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neondot", "neon"; null if nothing fits
 LAMPEJO_API int lampejo_force_isa(const char* name);      // for tests; 0 if this machine cannot run it
@@ -90,6 +103,7 @@ LAMPEJO_API void lampejo_rms_norm(const float* norm, float eps, int size, const 
 LAMPEJO_API void lampejo_attention_half(const AttentionHalf* half, const Batch* batch, float* x, uint16_t* k_cache,
                             uint16_t* v_cache);
 LAMPEJO_API void lampejo_mlp_half(const MlpHalf* half, float* x, int num_tokens);
+LAMPEJO_API void lampejo_experts_half(const ExpertsHalf* half, float* x, int num_tokens);
 LAMPEJO_API void lampejo_context_half(const ContextHalf* half, const Batch* batch, const float* ctx, uint16_t* k_cache,
                           uint16_t* v_cache);
 // Attention alone: q [T, Q, D] over stored keys (causal), as inside lampejo_attention_half.

@@ -317,15 +317,19 @@ static void matmul_rows(const Matrix& m, int first, int last, const Activations&
     while (last > row) row = strip<OnePanel>(m, row, last, act, num_tokens, out);
 }
 
+// Few pieces per thread: enough to share fairly, and long enough for memory to be read ahead.
+static int rows_per_piece(int total_rows) {
+    const int per_thread = total_rows < 8192 ? 2 : 16;
+    return std::max(16, padded(total_rows / (per_thread * get_threads()), 8));
+}
+
 // A product of one or more matrices with the same activations, as a phase: their outputs stand one after another.
 template <int COUNT>
 static void matmul(Team& team, const Matrix (&matrices)[COUNT], const Activations& act, int num_tokens, float* out,
                    size_t stride, bool add) {
     int total_rows = 0;
     for (const Matrix& m : matrices) total_rows += m.num_out;
-    // Few pieces per thread: enough to share fairly, and long enough for memory to be read ahead.
-    const int per_thread = total_rows < 8192 ? 2 : 16;
-    const int rows = std::max(16, padded(total_rows / (per_thread * get_threads()), 8));
+    const int rows = rows_per_piece(total_rows);
     int pieces = 0;
     for (const Matrix& m : matrices) pieces += (m.num_out + rows - 1) / rows;
     team.run(pieces, [&](int piece) {

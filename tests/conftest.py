@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lampejo.models.config import ModelConfig
 from lampejo.models.layers import Target
 from lampejo.ops.cpu import instruction_set
-from tiny import TINY_HYBRID, make_target
+from tiny import TINY, TINY_HYBRID, TINY_MOE, make_target
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much beside other work
 
@@ -17,11 +18,20 @@ def reference_target() -> Target:
     return make_target()
 
 
-@pytest.fixture(scope="session")
-def kernels_target() -> Target:
+def on_kernels(config: ModelConfig) -> Target:
     if instruction_set() is None:
         pytest.skip("the CPU kernels were not built, or do not know this processor")
-    return make_target(packed=True)
+    return make_target(config, packed=True)
+
+
+@pytest.fixture(scope="session")
+def kernels_target() -> Target:
+    return on_kernels(TINY)
+
+
+@pytest.fixture(scope="session")
+def experts_target() -> Target:
+    return on_kernels(TINY_MOE)
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +39,10 @@ def hybrid_target() -> Target:
     return make_target(TINY_HYBRID)
 
 
-@pytest.fixture(params=["reference", "kernels", "hybrid"])
+@pytest.fixture(params=["reference", "kernels", "hybrid", "experts"])
 def target(request: pytest.FixtureRequest) -> Target:
-    """A tiny target: on the reference operations, on the CPU kernels, and one with recurrent layers."""
+    """A tiny target: on the reference operations, on the CPU kernels, with recurrent layers, and with experts on the
+    kernels."""
     return request.getfixturevalue(f"{request.param}_target")
 
 

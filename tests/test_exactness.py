@@ -1,7 +1,7 @@
 """Output with drafts equals output without: the first test of everything that touches decoding.
 
-All engines here run tiny targets on the CPU, in fp32 on the reference operations and in 8 bits on the kernels, and one
-with recurrent layers.
+All engines here run tiny targets on the CPU, in fp32 on the reference operations and in 8 bits on the kernels, with
+recurrent layers and with experts.
 "Equal" is equality of ids, and no near-tie is excused.
 """
 

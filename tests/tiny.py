@@ -1,7 +1,8 @@
 """Tiny random models, drafters and engines that the tests share. Nothing here needs a network."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -101,13 +102,28 @@ def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     return module
 
 
+def reader_of(weights: Mapping[str, torch.Tensor]) -> Callable[[str], Stored]:
+    """Matrices by name as a checkpoint gives them for packing, those of experts one by one."""
+
+    def read(name: str) -> Stored:
+        match = re.fullmatch(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            return Stored.of(weights[name])
+        prefix, expert, part = match[1], int(match[2]), match[3]
+        if part == "down":
+            return Stored.of(weights[f"{prefix}.down_proj"][expert])
+        return Stored.of(weights[f"{prefix}.gate_up_proj"][expert].chunk(2)[part == "up"])
+
+    return read
+
+
 def make_target(config: ModelConfig = TINY, seed: int = 0, packed: bool = False) -> Target:
     """``packed``: in 8 bits, on the CPU kernels."""
     target = targets.make_target(config)
     randomise(target, seed)
     if packed:
         weights = dict(target.named_parameters())
-        pack_target(target, lambda name: Stored.of(weights[name]), Q8)
+        pack_target(target, reader_of(weights), Q8)
     return target
 
 

@@ -19,10 +19,10 @@ from lampejo.models.layers import Target
 from lampejo.models.targets import make_target
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu import set_threads as set_kernel_threads
-from lampejo.ops.cpu.fused import MAX_PAGE_SIZE, PackedEmbedding, PackedLinear
+from lampejo.ops.cpu.fused import MAX_PAGE_SIZE, PackedEmbedding, PackedExperts, PackedLinear
 from lampejo.ops.cpu.library import LIBRARY, Q4, Q4K, Q8
 from lampejo.ops.place import DTYPES, ON_CPU, Place, choose_place, device_name, enough_memory, free_memory
-from lampejo.packing import fits_kernels, pack_drafter, pack_target
+from lampejo.packing import fits_kernels, pack_drafter, pack_target, stays_float
 from lampejo.runner import Runner
 from lampejo.sampling import check_number
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
@@ -191,7 +191,7 @@ def _lacking(model: ModelConfig, page_size: int) -> str | None:
         return "the CPU kernels were not built"
     if instruction_set() is None:
         return "the CPU kernels do not know this processor"
-    if model.experts or model.delta_net:
+    if model.delta_net:
         return f"the CPU kernels do not know the layers of {model.architecture}"
     if not fits_kernels(model.head_dim, MAX_PAGE_SIZE):
         return f"the CPU kernels do not know heads of {model.head_dim}"
@@ -204,8 +204,10 @@ def _packed_weights(target: Target) -> str:
     """How many of the target's matrices are held in which kind, like "q4: 210, q8: 1"."""
     layers: Any = target.model.layers  # fused ones, which are no modules
     parts: list[nn.Module] = [target, *(layer.layer for layer in layers)]
-    modules = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
-    kinds = {id(m.matrix): m.matrix.c.kind for m in modules}  # a tied head is one matrix
+    modules = [m for part in parts for m in part.modules()]
+    matrices = [m.matrix for m in modules if isinstance(m, PackedLinear | PackedEmbedding)]
+    matrices += [matrix for m in modules if isinstance(m, PackedExperts) for matrix in (m.gate, m.up, m.down)]
+    kinds = {id(matrix): matrix.c.kind for matrix in matrices}  # a tied head is one matrix
     counts = Counter({Q4: "q4", Q4K: "q4k", Q8: "q8"}[kind] for kind in kinds.values())
     return ", ".join(f"{kind}: {counts[kind]}" for kind in sorted(counts))
 
@@ -295,7 +297,7 @@ def load_target(checkpoint: Checkpoint, packed_kind: int | None = None, place: P
         if tied:
             target.lm_head.weight = target.model.embed_tokens.weight
     else:
-        _assign(target, {name: checkpoint.read(name) for name, shape in expected.items() if len(shape) == 1})
+        _assign(target, {name: checkpoint.read(name) for name, shape in expected.items() if stays_float(name, shape)})
         if tied:
             target.lm_head.weight = target.model.embed_tokens.weight  # one parameter again: it is packed once
         pack_target(target, checkpoint.stored, packed_kind)

@@ -1,12 +1,13 @@
 """Puts the CPU kernels under a model: its modules are replaced by packed ones, its layers by fused ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from lampejo.errors import UserError
 from lampejo.models.dflash import DFlash
+from lampejo.models.experts import Experts
 from lampejo.models.layers import Linear, RMSNorm, Target
 from lampejo.ops.cpu.arena import Arena
 from lampejo.ops.cpu.fused import (
@@ -15,12 +16,14 @@ from lampejo.ops.cpu.fused import (
     FusedLayer,
     FusedNorm,
     PackedEmbedding,
+    PackedExperts,
     PackedLinear,
     PackedMatrix,
 )
 from lampejo.ops.stored import Stored
 
 ReadMatrix = Callable[[str], Stored]
+_FLOATS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
 def fits_kernels(head_dim: int, page_size: int) -> bool:
@@ -28,8 +31,14 @@ def fits_kernels(head_dim: int, page_size: int) -> bool:
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM and page_size % 8 == 0 and page_size <= MAX_PAGE_SIZE
 
 
+def stays_float(name: str, shape: Sequence[int]) -> bool:
+    """Of a target's parameter: vectors, and small matrices whose rounding would tell. A router in 8 bits chooses
+    other experts."""
+    return len(shape) == 1 or name.endswith(_FLOATS)
+
+
 def pack_target(target: Target, read: ReadMatrix, float_kind: int) -> None:
-    """``target`` holds its norms and biases; ``read`` gives its matrices by their checkpoint names.
+    """``target`` holds what ``stays_float``; ``read`` gives matrices by their checkpoint names, an expert's by its own.
 
     ``float_kind`` tells how matrices that are stored as floats are packed.
     """
@@ -74,9 +83,15 @@ def _pack_modules(module: nn.Module, read: ReadMatrix, float_kind: int) -> None:
         for name, child in list(parent.named_children()):
             path = f"{prefix}{name}"
             if isinstance(child, Linear):
+                if stays_float(f"{path}.weight", child.weight.shape):
+                    continue
                 setattr(parent, name, PackedLinear(matrix(child.weight, f"{path}.weight", child.bias)))
             elif isinstance(child, nn.Embedding):
                 setattr(parent, name, PackedEmbedding(matrix(child.weight, f"{path}.weight")))
+            elif isinstance(child, Experts):
+                names = [f"{path}.{e}." for e in range(len(child.gate_up_proj))]
+                parts = [[read(f"{name}{part}_proj.weight") for name in names] for part in ("gate", "up", "down")]
+                setattr(parent, name, PackedExperts(*(PackedMatrix(part, float_kind, arena=arena) for part in parts)))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, FusedNorm(child))
             else:

@@ -12,11 +12,13 @@ from makefiles import write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kernel_checks import through_pages
 from lampejo import ops
 from lampejo.batch import make_batch
 from lampejo.loader import load_target
 from lampejo.models.layers import Target
 from lampejo.ops.cpu import instruction_set
+from lampejo.ops.cpu.library import Q8
 from lampejo.request import StopParams
 from lampejo.runner import Runner
 from lampejo.scheduler import ScheduledRow
@@ -41,7 +43,6 @@ from oracle import (
 )
 from tiny import (
     TINY_DRAFTER,
-    TINY_QWEN3,
     TINY_TARGETS,
     make_drafter,
     make_engine,
@@ -241,19 +242,40 @@ def test_targets_compute_in_half_precision(architecture: str):
         assert (logits - expected).abs().mean() < share * expected.std()
 
 
-def test_qwen3_on_the_kernels_is_off_by_the_rounding_to_8_bits_alone():
-    """Fault: norms of q and k that the fused layers leave out."""
-    if instruction_set() is None:
-        pytest.skip("the CPU kernels were not built, or do not know this processor")
-    ids, logits = prompt_of(60), []
-    for packed in (False, True):
-        target = make_target(TINY_QWEN3, packed=packed)
-        runner = Runner(target, None, 8, 16, torch.float16 if packed else None)
-        request = make_request(ids[:1])
-        request.pages = [4, 1, 0, 3]
-        batch = make_batch([ScheduledRow(request, 1, len(ids))], [ids[1:]], 16, (), runner.device)
-        logits.append(runner.verify(batch).logits)
-    assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[0].std()
+ON_KERNELS = [name for name, config in TINY_TARGETS.items() if config.delta_net is None]
+needs_kernels = pytest.mark.skipif(instruction_set() is None, reason="the CPU kernels were not built")
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture", ON_KERNELS)
+def test_targets_on_the_kernels_are_off_by_the_rounding_to_8_bits_alone(architecture: str):
+    """Fault: norms, gates, biases or experts that the fused layers leave out."""
+    expected, ours = (
+        through_pages(make_target(TINY_TARGETS[architecture], packed=p), prompt_of(60), 60) for p in (False, True)
+    )
+    assert (ours - expected).abs().mean() < 0.05 * expected.std()
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture", ON_KERNELS)
+def test_chunks_of_every_size_give_the_same_bits_on_the_kernels(architecture: str):
+    """Principle 3, for all layers together, through pages, states and commits."""
+    target, ids = make_target(TINY_TARGETS[architecture], packed=True), prompt_of(26)
+    whole = through_pages(target, ids, len(ids))
+    for size in range(1, len(ids)):
+        assert torch.equal(through_pages(target, ids, size), whole)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen3_moe, stacked experts", "qwen3_moe, dense layers"])
+def test_checkpoints_are_packed_as_they_are_read(name: str, tmp_path: Path):
+    """Fault: an expert in another's place, gate and up exchanged; in both layouts of the releases."""
+    case, ids = CASES[name], text_of(60)
+    changes = case.changes | {"head_dim": 16}  # the kernels take heads of multiples of 8
+    oracle = save(case.make(case.seed, **changes), tmp_path, case.dtype, case.shard, case.stacked)
+    with open_checkpoint(tmp_path) as checkpoint, torch.inference_mode():
+        ours, expected = through_pages(load_target(checkpoint, Q8), ids, 60), oracle(torch.tensor([ids])).logits[0]
+    assert (ours - expected).abs().mean() < 0.1 * expected.std()
 
 
 def test_vision_and_mtp_are_left_out_by_name(tmp_path: Path):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_checks import activations_as_kernels_see_them
 from lampejo import ops
 from lampejo.cache import BlockView, CausalView, PagedCache
 from lampejo.errors import UserError
@@ -27,31 +28,12 @@ from tiny import TINY, TINY_DRAFTER, randomise
 if instruction_set() is None:
     pytest.skip("the CPU kernels were not built, or do not know this processor", allow_module_level=True)
 
-CHOSEN = LIBRARY.lampejo_isa()
-
-
-@pytest.fixture(params=["avx512vnni", "avx2", "neondot", "neon"])
-def isa(request):
-    """Every instruction set that this machine can run."""
-    if not LIBRARY.lampejo_force_isa(request.param.encode()):
-        pytest.skip(f"this machine does not run {request.param}")
-    yield request.param
-    LIBRARY.lampejo_force_isa(CHOSEN)
-
 
 @pytest.fixture(autouse=True)
 def two_threads():
     set_threads(2)
     yield
     set_threads(1)
-
-
-def activations_as_kernels_see_them(x):
-    """Eight bits per group of 32, and back."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
-    scale = padded.abs().amax(-1, keepdim=True) / 127
-    codes = torch.where(scale > 0, (padded / scale).round(), 0)
-    return (codes * scale).flatten(1)[:, : x.shape[1]]
 
 
 QUANTISED = ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
@@ -184,7 +166,7 @@ def native_attention(q, cache, segments):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("position", [0, 5, 31, 32, 130, 1000])
 def test_attention_over_pages_equals_the_reference_and_is_row_invariant(isa, shape, position):
-    """Principle 3 and L5: grouped heads, chunks, neighbours, NaN past the end, and threads that share a long context."""
+    """Principle 3 and L5: grouped heads, chunks, neighbours, NaN past the end, threads that share a context."""
     num_heads, num_kv, head_dim, page_size = shape
     length = 75
     num_pages = 2 * -(-(position + length) // page_size)

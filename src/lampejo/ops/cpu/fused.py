@@ -8,6 +8,7 @@ Shape legend: T tokens, K inputs, N outputs, H hidden.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lampejo.ops.cpu.library import (
     CAttentionHalf,
     CBatch,
     CContextHalf,
+    CExpertsHalf,
     CMatrix,
     CMlpHalf,
     CSegment,
@@ -34,42 +36,63 @@ MAX_HEAD_DIM, MAX_PAGE_SIZE = 256, 64  # limits of the kernels, csrc/kernels.h
 
 
 class PackedMatrix:
-    """[N, K] in the kernels' layout."""
+    """[N, K] in the kernels' layout; or several of this shape, one after another in memory."""
 
     def __init__(
-        self, stored: Stored, float_kind: int = Q8, bias: torch.Tensor | None = None, arena: Arena | None = None
+        self,
+        stored: Stored | Sequence[Stored],
+        float_kind: int = Q8,
+        bias: torch.Tensor | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """``float_kind``: how matrices that the file holds as floats are packed; ``arena``: shared with others of a
         model."""
         assert LIBRARY is not None
-        self.shape = num_out, num_in = stored.shape
-        kind = _KIND_OF_TYPE.get(stored.type, float_kind)
-        self.data = (arena or Arena()).zeros(LIBRARY.lampejo_packed_bytes(kind, num_out, num_in))
+        parts = [stored] if isinstance(stored, Stored) else stored
+        self.shape = num_out, num_in = parts[0].shape
+        kinds = {_KIND_OF_TYPE.get(part.type, float_kind) for part in parts}
+        kind = kinds.pop() if len(kinds) == 1 else Q8  # which takes all
+        size = LIBRARY.lampejo_packed_bytes(kind, num_out, num_in)
+        self.data = (arena or Arena()).zeros(len(parts) * size)
         self.bias = None if bias is None else bias.float().contiguous()
-        order = torch.arange(num_out, dtype=torch.int32) if stored.row_order is None else stored.row_order
-        done = 0
-        for rows in stored.chunks():
-            packed, places = self.data.data_ptr(), order[done : done + len(rows)]
-            failed = LIBRARY.lampejo_pack(
-                kind, packed, len(rows), num_in, stored.type, rows.data_ptr(), places.data_ptr()
-            )
-            if failed == -2:
-                raise UserError("A weight matrix holds NaN or infinity.", "The file is damaged; fetch it again.")
-            if failed:
-                raise UserError(f"GGUF type {stored.type} cannot be packed.", "Use the reference operations.")
-            done += len(rows)
-        assert done == num_out, (done, num_out)
+        for i, part in enumerate(parts):
+            _pack(part, kind, self.data.data_ptr() + i * size)
         bias_pointer = None if self.bias is None else self.bias.data_ptr()
         self.c = CMatrix(self.data.data_ptr(), kind, num_out, num_in, bias_pointer)
         self.pointer = ctypes.addressof(self.c)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T], int64 -> [T, K], fp32."""
+    def rows(self, ids: torch.Tensor, which: int = 0) -> torch.Tensor:
+        """ids [T], int64 -> [T, K], fp32; of one of several."""
         assert LIBRARY is not None
-        ids = ids.contiguous()
+        ids = ids + which * (-(-self.shape[0] // 8) * 8)  # panels of 8 rows, the last padded
         out = torch.empty(len(ids), self.shape[1])
         LIBRARY.lampejo_unpack_rows(self.pointer, ids.data_ptr(), len(ids), out.data_ptr())
         return out
+
+
+def _pack(stored: Stored, kind: int, address: int) -> None:
+    """A few rows at a time, into zeroed memory."""
+    assert LIBRARY is not None
+    num_out, num_in = stored.shape
+    order = torch.arange(num_out, dtype=torch.int32) if stored.row_order is None else stored.row_order
+    done = 0
+    for rows in stored.chunks():
+        places = order[done : done + len(rows)]
+        failed = LIBRARY.lampejo_pack(kind, address, len(rows), num_in, stored.type, rows.data_ptr(), places.data_ptr())
+        if failed == -2:
+            raise UserError("A weight matrix holds NaN or infinity.", "The file is damaged; fetch it again.")
+        if failed:
+            raise UserError(f"GGUF type {stored.type} cannot be packed.", "Use the reference operations.")
+        done += len(rows)
+    assert done == num_out, (done, num_out)
+
+
+class PackedExperts(nn.Module):
+    """Stands for ``experts.Experts``: the matrices of all experts, kind by kind."""
+
+    def __init__(self, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
 
 
 class PackedLinear(nn.Module):
@@ -157,6 +180,38 @@ def _step(view: Any, rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: in
     return view.native
 
 
+def _mlp_half(layer: Any) -> CMlpHalf:
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    return CMlpHalf(
+        norm=norm.weight.data_ptr(),
+        eps=norm.eps,
+        gate=mlp.gate_proj.matrix.c,
+        up=mlp.up_proj.matrix.c,
+        down=mlp.down_proj.matrix.c,
+    )
+
+
+def _experts_half(layer: Any) -> CExpertsHalf:
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    half = CExpertsHalf(
+        norm=norm.weight.data_ptr(),
+        eps=norm.eps,
+        num_experts=mlp.config.num_experts,
+        num_active=mlp.config.num_active,
+        normalised=int(mlp.config.normalised),
+        router=mlp.gate.weight.data_ptr(),
+        gate=mlp.experts.gate.c,
+        up=mlp.experts.up.c,
+        down=mlp.experts.down.c,
+    )
+    if mlp.shared_expert is not None:
+        half.shared_router = mlp.shared_expert_gate.weight.data_ptr()
+        half.shared_gate = mlp.shared_expert.gate_proj.matrix.c
+        half.shared_up = mlp.shared_expert.up_proj.matrix.c
+        half.shared_down = mlp.shared_expert.down_proj.matrix.c
+    return half
+
+
 class FusedLayer:
     """Stands for a pre-norm transformer layer: attention half and MLP half, one call each. Changes x in place.
 
@@ -188,13 +243,7 @@ class FusedLayer:
             causal=int(causal),
             window=window or 0,
         )
-        self._mlp = CMlpHalf(
-            norm=layer.post_attention_layernorm.weight.data_ptr(),
-            eps=layer.post_attention_layernorm.eps,
-            gate=mlp.gate_proj.matrix.c,
-            up=mlp.up_proj.matrix.c,
-            down=mlp.down_proj.matrix.c,
-        )
+        self._mlp = _experts_half(layer) if hasattr(mlp, "experts") else _mlp_half(layer)
         self._context = CContextHalf(
             num_kv_heads=num_kv_heads,
             head_dim=attention.head_dim,
@@ -206,7 +255,8 @@ class FusedLayer:
         self._pointers = tuple(ctypes.addressof(c) for c in (self._attention, self._mlp, self._context))
 
         assert LIBRARY is not None
-        self._attention_half, self._mlp_half = LIBRARY.lampejo_attention_half, LIBRARY.lampejo_mlp_half
+        self._attention_half = LIBRARY.lampejo_attention_half
+        self._mlp_half = LIBRARY.lampejo_experts_half if hasattr(mlp, "experts") else LIBRARY.lampejo_mlp_half
 
     def __call__(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], index: int, view: Any

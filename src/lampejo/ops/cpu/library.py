@@ -67,6 +67,24 @@ class CMlpHalf(ctypes.Structure):
     ]
 
 
+class CExpertsHalf(ctypes.Structure):
+    _fields_ = [
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("num_experts", c_int32),
+        ("num_active", c_int32),
+        ("normalised", c_int32),
+        ("router", c_void_p),
+        ("gate", CMatrix),
+        ("up", CMatrix),
+        ("down", CMatrix),
+        ("shared_router", c_void_p),
+        ("shared_gate", CMatrix),
+        ("shared_up", CMatrix),
+        ("shared_down", CMatrix),
+    ]
+
+
 class CContextHalf(ctypes.Structure):
     _fields_ = [
         ("num_kv_heads", c_int32),
@@ -79,7 +97,7 @@ class CContextHalf(ctypes.Structure):
     ]
 
 
-ABI = 2  # LAMPEJO_ABI of the header that the structs above mirror
+ABI = 3  # LAMPEJO_ABI of the header that the structs above mirror
 _SIGNATURES = {
     "lampejo_abi": (c_int, []),
     "lampejo_isa": (c_char_p, []),
@@ -93,6 +111,7 @@ _SIGNATURES = {
     "lampejo_rms_norm": (None, [c_void_p, c_float, c_int, c_void_p, c_int, c_void_p]),
     "lampejo_attention_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "lampejo_mlp_half": (None, [c_void_p, c_void_p, c_int]),
+    "lampejo_experts_half": (None, [c_void_p, c_void_p, c_int]),
     "lampejo_context_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "lampejo_paged_attention": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
 }
