@@ -74,7 +74,7 @@ class ScriptedRunner:
                 else:
                     logits[num_done] = torch.as_tensor(said)
                 num_done += 1
-        return VerifyOutput(logits, torch.empty(len(batch.ids), 0))
+        return VerifyOutput(logits, torch.empty(len(batch.ids), 0), torch.empty(len(batch.ids), 0))
 
     def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
         assert not any(saves), "the target has no state"

@@ -89,6 +89,8 @@ ORDER = [
     "server.sampling_fields",
     "server.chat_job",
     "server.openai_chat",
+    "server.openai_completions",
+    "server.tokens",
     "server.app",
     "cli_flags",
     "cli_options",

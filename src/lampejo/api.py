@@ -16,7 +16,7 @@ from lampejo.errors import UserError
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.loader import Loaded, load_model
 from lampejo.request import Request, StopParams, TokenDelta
-from lampejo.sampling import SamplingParams
+from lampejo.sampling import SamplingParams, check_number
 from lampejo.text import TextStream
 
 Messages = Sequence[Mapping[str, Any]]
@@ -181,10 +181,11 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         drafts: bool = True,
+        prompt_logprobs: int | None = None,
         **params: Any,
     ) -> Request:
         """Checks everything about a request before any work; ``UserError`` names what is wrong. ``drafts`` False: it is
-        decoded plainly."""
+        decoded plainly. ``prompt_logprobs``: how many alternatives to tell beside each token of the prompt."""
         unknown = [name for name in params if name not in _SAMPLING_NAMES + _STOP_NAMES]
         if unknown:
             known = ", ".join(_SAMPLING_NAMES + _STOP_NAMES)
@@ -214,14 +215,24 @@ class LLM:
             )
         continued = prompt_ids if isinstance(prompt, str) or _is_ids(prompt) else ()
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
-        return Request(next(self._ids), prompt_ids, sampling, stops, text, drafts)
+        if prompt_logprobs is not None:
+            check_number("prompt_logprobs", prompt_logprobs, 0, 20, whole=True)
+        return Request(
+            next(self._ids), prompt_ids, sampling, stops, text, drafts=drafts, prompt_logprobs=prompt_logprobs
+        )
 
     def another(self, request: Request, seed: int | None) -> Request:
         """A request for another answer to the same prompt. None draws a seed."""
         assert isinstance(request.text, TextStream)
         sampling = replace(request.sampling, seed=seed)
         return Request(
-            next(self._ids), request.prompt_ids, sampling, request.stops, request.text.fresh(), request.drafts
+            next(self._ids),
+            request.prompt_ids,
+            sampling,
+            request.stops,
+            request.text.fresh(),
+            drafts=request.drafts,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:

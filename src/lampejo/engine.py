@@ -8,7 +8,7 @@ from lampejo.batch import Batch, make_batch
 from lampejo.config import EngineConfig
 from lampejo.pages import PagePool
 from lampejo.request import DraftStats, Request, TokenDelta, advance
-from lampejo.runner import Runner
+from lampejo.runner import Runner, VerifyOutput
 from lampejo.scheduler import Scheduler
 from lampejo.speculate import Speculator
 from lampejo.states import Save, StatePool
@@ -52,6 +52,7 @@ class Engine:
         out = self.runner.verify(batch)
         verdicts = accept(out.logits, batch.verify_rows)
         verify_seconds = time.perf_counter() - started
+        self._tell_prompts(batch, out)
         deltas, num_committed, saves = self._advance(batch, verdicts)
         started = time.perf_counter()
         self.runner.commit(out, num_committed, saves)
@@ -84,6 +85,18 @@ class Engine:
             num_committed.append(request.num_computed - before)
             saves.append(self.scheduler.committed(row, num_committed[-1]))
         return deltas, num_committed, saves
+
+    def _tell_prompts(self, batch: Batch, out: VerifyOutput) -> None:
+        """Log probabilities of prompts, chunk by chunk; a second time after preemption, when they are there already."""
+        for row, segment in zip(batch.rows, batch.segments, strict=True):
+            request, first = row.request, segment.position
+            if request.prompt_logprobs is None:
+                continue
+            wanted = range(max(first, len(request.of_prompt)), min(first + row.num_known, request.num_prompt - 1))
+            if wanted:
+                hidden = out.hidden[segment.start + wanted.start - first : segment.start + wanted.stop - first]
+                next_ids = request.ids[wanted.start + 1 : wanted.stop + 1]
+                request.of_prompt += self.runner.logprobs_after(hidden, next_ids, request.prompt_logprobs)
 
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)

@@ -108,6 +108,7 @@ class Request:
     stops: StopParams = field(default_factory=StopParams)
     text: TextSink | None = None
     drafts: bool = True  # False: decoded plainly, whatever drafters there are
+    prompt_logprobs: int | None = None  # how many alternatives to tell beside each token of the prompt; None: nothing
 
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list, init=False)
@@ -115,6 +116,7 @@ class Request:
     num_computed: int = field(default=0, init=False)
     num_cached: int | None = field(default=None, init=False)  # None until it is first scheduled
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    of_prompt: list[TokenLogprobs] = field(default_factory=list, init=False)  # of its second token on, if asked for
     origins: list[str] = field(default_factory=list, init=False)  # per answer token: "target" or the drafter's name
     stats: DraftStats = field(default_factory=DraftStats, init=False)
     finish_reason: str | None = field(default=None, init=False)

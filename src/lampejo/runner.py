@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lampejo import ops
+from lampejo.accept import TokenLogprobs, token_logprobs
 from lampejo.batch import Batch
 from lampejo.cache import BlockView, CausalView, HybridView, PagedCache, StateCache
 from lampejo.models.dflash import DFlash
@@ -17,11 +18,16 @@ from lampejo.request import Request
 from lampejo.sampling import gumbel_noise
 from lampejo.states import Save
 
+LOGPROB_ROWS = (
+    64  # of a prompt whose log probabilities are computed at once: a row takes some bytes per vocabulary entry
+)
+
 
 @dataclass(frozen=True)
 class VerifyOutput:
     logits: torch.Tensor  # [L, V]
     taps: torch.Tensor  # [T, num_taps * H]
+    hidden: torch.Tensor  # [T, H], after the last norm
     view: HybridView | None = None  # of a target with recurrent layers: what a commit needs
 
 
@@ -100,8 +106,17 @@ class Runner:
         view = hybrid or CausalView(self.cache, batch.segments, batch.slots)
         hidden, taps = self.target(batch.ids, batch.positions, view, tap_layers)
         if len(batch.logit_index) == 0:
-            return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps, hybrid)
-        return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps, hybrid)
+            return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps, hidden, hybrid)
+        return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps, hidden, hybrid)
+
+    @torch.inference_mode()
+    def logprobs_after(self, hidden: torch.Tensor, next_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """hidden [T, H] and the tokens that follow [T] -> how likely each was, a few rows of logits at a time."""
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(next_ids), LOGPROB_ROWS):
+            rows = slice(start, start + LOGPROB_ROWS)
+            entries += token_logprobs(self.target.logits(hidden[rows]), next_ids[rows], num_top)
+        return entries
 
     @torch.inference_mode()
     def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:

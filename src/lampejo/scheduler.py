@@ -159,7 +159,8 @@ class Scheduler:
         """Moves the first waiting request into the batch, on top of what the prefix cache holds of it. Returns its
         first chunk, or None if the pages do not suffice now."""
         shared_end = len(self.pool.find(request.ids)) * self.pool.page_size if self.states else 0
-        cached = self.pool.match(request.ids)
+        # Where the prompt's own log probabilities are wanted, all of it has to be computed.
+        cached = self.pool.match(request.ids) if request.prompt_logprobs is None else []
         num_cached = len(cached) * self.pool.page_size
         num_known = min(len(request.ids) - num_cached, budget)
         needed = -(-(num_cached + num_known) // self.pool.page_size) - len(cached)

@@ -188,9 +188,8 @@ class ChatWriter:
         return {"content": content, "refusal": None}
 
     def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        piece = self.tokenizer.piece(token_id)
-        raw = piece.encode() if isinstance(piece, str) else piece
-        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+        text, raw = self.tokenizer.token_text(token_id)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
 
 class _Message:
