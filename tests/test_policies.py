@@ -1,6 +1,9 @@
 """Lossy acceptance: what it takes and what it refuses, where it ends, what it counts, how it is told."""
 
 import math
+import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +11,14 @@ import pytest
 import torch
 
 from lampejo.accept import VerifyRow, accept
+from lampejo.engine import Engine
 from lampejo.errors import DamagedModel
-from lampejo.sampling import History, SamplingParams, choose
+from lampejo.request import DraftStats, Request, StopParams
+from lampejo.sampling import History, SamplingParams, choose, is_typical, process_logits
+from lampejo.text import TextStream
+from scripted import VOCAB, Target, ids_of, knowing, make_tokenizer, random_target, scripted_engine
+from test_recurrent import scripted_hybrid
+from tiny import ScriptedDrafter, run
 
 V = 11
 HALVES = (0.5, 0.25, 0.125, 0.125)  # entropy 1.75 ln 2, so exp(-entropy) is 0.2973
@@ -170,3 +179,151 @@ def test_rows_of_one_batch_have_their_own_policies():
     verdicts = accept(logits.repeat(3, 1), rows)
     assert [v.num_accepted for v in verdicts] == [1, 0, 1]
     assert [list(v.inexact) for v in verdicts] == [[0], [], [0]]
+
+
+# In the engine
+
+TYPICAL = 0.02
+LOW = 0.003  # takes about every second token that the random target is asked for
+
+
+def request_of(num_prompt: int, stops: StopParams, typical: float | None = TYPICAL, **sampling: Any) -> Request:
+    params = SamplingParams(**{"temperature": 1.0, "seed": 3, **sampling})
+    return Request(0, list(range(40, 40 + num_prompt)), params, stops, typical=typical)
+
+
+def babble(text: Sequence[int]) -> torch.Tensor:
+    """A target that is undecided among the letters a to h, whatever the text."""
+    logits = torch.full((VOCAB,), -20.0)
+    logits[list(ids_of("abcdefgh"))] = 0.0
+    return logits
+
+
+def drafting(text: str) -> ScriptedDrafter:
+    return ScriptedDrafter(lambda request, width: ids_of(text)[:width])
+
+
+def decode(target: Target, request: Request, drafters: Sequence[ScriptedDrafter] = (), **config: Any) -> Engine:
+    """Decodes one request to its end."""
+    engine = scripted_engine(target, drafters, **config)
+    run(engine, [request])
+    return engine
+
+
+LONG = StopParams(max_tokens=60)
+
+
+def test_a_lossy_policy_with_width_0_is_plain_decoding():
+    """Typical acceptance is of drafts alone."""
+    lossless, lossy = request_of(5, LONG, typical=None), request_of(5, LONG)
+    decode(random_target(), lossless)
+    decode(random_target(), lossy, [drafting("abc")], width=0)
+    assert lossy.output_ids == lossless.output_ids
+    assert lossy.stats.num_inexact_tokens == 0
+
+
+def test_drafts_that_are_the_targets_choice_give_its_answer_under_a_lossy_policy():
+    lossless, lossy = request_of(5, LONG, typical=None), request_of(5, LONG)
+    decode(random_target(), lossless)
+    decode(random_target(), lossy, [knowing(lossless.output_ids)], width=5)
+    assert lossy.output_ids == lossless.output_ids
+    assert lossy.stats.num_accepted_draft_tokens == 49 and lossy.stats.num_inexact_tokens == 0
+
+
+def test_lossy_tokens_are_counted_and_the_others_are_the_targets():
+    """Among eight letters each is typical; the target's own at a position is that of plain decoding."""
+    plain, lossy = request_of(5, LONG, typical=None), request_of(5, LONG)
+    decode(babble, plain)
+    engine = decode(babble, lossy, [drafting("abc")], width=3)
+    assert lossy.output_ids[:9] == [plain.ids[5], *ids_of("abc"), plain.ids[9], *ids_of("abc"), plain.ids[13]]
+    differing = sum(a != b for a, b in zip(lossy.output_ids, plain.output_ids, strict=True))
+    assert differing > 30
+    for stats in (lossy.stats, engine.stats):
+        told = stats.as_dict()
+        assert (told["policy"], told["lossless"], told["num_inexact_tokens"]) == ("typical", False, differing)
+    assert plain.stats.as_dict()["lossless"] and plain.stats.as_dict()["policy"] == "lossless"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+def test_a_lossy_block_is_cut_like_any_other(max_tokens):
+    """The commit-boundary rule: what lies behind the end is in no count, list or cache."""
+    stops = StopParams(max_tokens=max_tokens)
+    plain, lossy = request_of(5, stops, typical=None), request_of(5, stops, logprobs=0, frequency_penalty=0.1)
+    decode(babble, plain)
+    engine = decode(babble, lossy, [drafting("abcd")], width=4)
+    assert len(lossy.output_ids) == len(lossy.origins) == len(lossy.logprobs) == max_tokens
+    assert [entry.token_id for entry in lossy.logprobs] == lossy.output_ids
+    assert lossy.history.output == Counter(lossy.output_ids)
+    assert lossy.stats.num_inexact_tokens <= lossy.origins.count("scripted") == lossy.stats.num_accepted_draft_tokens
+    assert engine.stats == lossy.stats
+
+
+def test_a_stop_string_of_lossy_tokens_ends_the_answer():
+    """B1: the tokens behind it are neither committed nor counted, though they were accepted."""
+    stops = StopParams(stop=("bc",), max_tokens=60)
+    request = request_of(5, stops)
+    request.text = TextStream(make_tokenizer(), stops.stop)
+    engine = decode(babble, request, [drafting("abcdef")], width=6)
+    assert (request.output_ids[1:], request.finish_reason) == (ids_of("abc"), "stop")
+    assert request.stats.acceptance_histogram == [0, 0, 0, 1]
+    assert request.stats.num_inexact_tokens <= 3 and engine.stats == request.stats
+
+
+@pytest.mark.parametrize("penalties", [{}, {"frequency_penalty": 0.5, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["attention", "recurrent"])
+def test_every_token_of_a_lossy_answer_is_the_targets_choice_or_typical_after_the_text_before_it(penalties, is_hybrid):
+    """Nothing of a refused rest of a block is left, in pages, states or penalty counts; over many blocks."""
+    rng, target = random.Random(0), random_target()
+    drafter = ScriptedDrafter(lambda request, width: [rng.randrange(2, VOCAB) for _ in range(width)], max_width=4)
+    request = request_of(40, StopParams(max_tokens=150, ignore_eos=True), typical=LOW, **penalties)
+    if is_hybrid:
+        engine, _ = scripted_hybrid(drafter, width=4)
+        run(engine, [request])
+    else:
+        engine = decode(target, request, [drafter], width=4)
+    assert len(request.stats.acceptance_histogram) == 5 and all(request.stats.acceptance_histogram)
+    num_inexact, history = 0, History(frozenset(request.prompt_ids))
+    for p in range(request.num_prompt, len(request.ids)):
+        token_id, logits = request.ids[p], torch.as_tensor(target(request.ids[:p]))[None]
+        scores = process_logits(logits, request.sampling, history, [], [()])
+        if token_id != choose(scores, request.sampling, request.seed, [p]).item():
+            assert is_typical(scores[0], request.sampling, token_id, LOW)
+            assert request.origins[p - request.num_prompt] == "scripted"
+            num_inexact += 1
+        history.output[token_id] += 1
+    assert request.stats.num_inexact_tokens == num_inexact > 20
+    assert engine.stats == request.stats
+
+
+def test_the_text_of_a_lossy_answer_is_a_prompt_like_any_other():
+    """Its pages enter the prefix cache: the next turn starts from them and reads what is there."""
+    first = request_of(40, StopParams(max_tokens=80), 1e-4)
+    rng = random.Random(0)
+    engine = scripted_engine(
+        random_target(), [ScriptedDrafter(lambda r, width: [rng.randrange(2, VOCAB) for _ in range(width)])], width=4
+    )
+    run(engine, [first])
+    again = Request(1, list(first.ids), SamplingParams(), LONG)
+    fresh = Request(2, list(first.ids), SamplingParams(), LONG)
+    run(engine, [again])
+    decode(random_target(), fresh)
+    assert again.num_cached > 64
+    assert again.output_ids == fresh.output_ids and again.stats.lossless
+
+
+def test_lossless_requests_beside_lossy_ones_stay_as_they_are():
+    """The policy is a request's own."""
+    alone, beside = request_of(5, LONG, typical=None), request_of(5, LONG, typical=None)
+    decode(random_target(), alone)
+    beside.id = 1
+    engine = scripted_engine(random_target(), [drafting("abc")], width=3)
+    run(engine, [request_of(9, LONG, 1e-4), beside])
+    assert beside.output_ids == alone.output_ids
+    assert engine.stats.policy == "typical" and engine.stats.num_inexact_tokens > 0
+
+
+def test_statistics_of_several_answers_are_lossless_if_all_of_them_are():
+    total = DraftStats()
+    total.add(DraftStats(num_spec_steps=1, policy="typical", num_inexact_tokens=2))
+    total.add(DraftStats(num_spec_steps=1))
+    assert (total.policy, total.num_inexact_tokens, total.as_dict()["lossless"]) == ("typical", 2, False)

@@ -92,6 +92,9 @@ def test_a_block_is_committed_up_to_its_first_end_and_nothing_of_the_rest_remain
         "num_spec_steps": 1,
         "num_accepted_draft_tokens": 3,
         "num_draft_tokens": 4,
+        "policy": "lossless",
+        "lossless": True,
+        "num_inexact_tokens": 0,
     }
 
 

@@ -54,6 +54,7 @@ def make_batch(
                     seed=request.seed,
                     history=request.history,
                     hidden_ids=hidden_ids(request, len(draft) + 1, eos_ids),
+                    typical=request.typical,
                 )
             )
         ids += tokens

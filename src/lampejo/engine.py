@@ -36,6 +36,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
+        if request.typical is not None:
+            self.stats.policy = request.stats.policy
 
     def abort(self, request: Request) -> None:
         """Ends a request at once; its pages are free again. Unknown or finished requests are ignored."""
@@ -78,7 +80,7 @@ class Engine:
                 delta = advance(request, verdict, name, len(draft), self.eos_ids, self.max_context)
                 if draft:
                     num_accepted = sum(origin != "target" for origin in delta.origins)
-                    self.stats.observe(len(draft), num_accepted, len(delta.ids))
+                    self.stats.observe(len(draft), num_accepted, len(delta.ids), delta.num_inexact)
                 deltas.append(delta)
             else:
                 request.num_computed += row.num_known

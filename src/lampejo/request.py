@@ -60,19 +60,29 @@ class TextSink(Protocol):
 
 @dataclass
 class DraftStats:
-    """Statistics of speculation, of one request or of many. Only steps that verified drafts count."""
+    """Statistics of speculation, of one request or of many. Only steps that verified drafts count.
+
+    ``policy``: by which drafts were accepted, "lossless" or, if any of the requests asked for it, "typical".
+    """
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_committed_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # entry j: steps with j drafts accepted
+    num_inexact_tokens: int = 0  # accepted drafts that were not the target's own choice
+    policy: str = "lossless"
 
-    def observe(self, num_drafted: int, num_accepted: int, num_committed: int) -> None:
+    @property
+    def lossless(self) -> bool:
+        return self.policy == "lossless"
+
+    def observe(self, num_drafted: int, num_accepted: int, num_committed: int, num_inexact: int = 0) -> None:
         self.num_spec_steps += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_draft_tokens += num_accepted
         self.num_committed_tokens += num_committed
+        self.num_inexact_tokens += num_inexact
         self.acceptance_histogram += [0] * (num_accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[num_accepted] += 1
 
@@ -82,6 +92,8 @@ class DraftStats:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_draft_tokens += other.num_accepted_draft_tokens
         self.num_committed_tokens += other.num_committed_tokens
+        self.num_inexact_tokens += other.num_inexact_tokens
+        self.policy = other.policy if self.lossless else self.policy
         pairs = zip_longest(self.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
         self.acceptance_histogram = [a + b for a, b in pairs]
 
@@ -95,6 +107,9 @@ class DraftStats:
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "num_draft_tokens": drafted,
+            "policy": self.policy,
+            "lossless": self.lossless,
+            "num_inexact_tokens": self.num_inexact_tokens,
         }
 
 
@@ -109,6 +124,7 @@ class Request:
     text: TextSink | None = None
     drafts: bool = True  # False: decoded plainly, whatever drafters there are
     prompt_logprobs: int | None = None  # how many alternatives to tell beside each token of the prompt; None: nothing
+    typical: float | None = None  # threshold of typical acceptance; None: lossless
 
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list, init=False)
@@ -118,13 +134,14 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     of_prompt: list[TokenLogprobs] = field(default_factory=list, init=False)  # of its second token on, if asked for
     origins: list[str] = field(default_factory=list, init=False)  # per answer token: "target" or the drafter's name
-    stats: DraftStats = field(default_factory=DraftStats, init=False)
+    stats: DraftStats = field(init=False)
     finish_reason: str | None = field(default=None, init=False)
     submitted_at: float = field(default_factory=time.perf_counter, init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt_ids)
         self.seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(63)
+        self.stats = DraftStats(policy="lossless" if self.typical is None else "typical")
         self.history = History(frozenset(self.prompt_ids) if self.sampling.has_penalties else frozenset(), Counter())
 
     @property
@@ -155,6 +172,7 @@ class TokenDelta:
     logprobs: list[TokenLogprobs]  # one per id, or none if not asked for
     text: str
     finish_reason: str | None
+    num_inexact: int = 0  # of the ids: accepted drafts that were not the target's own choice
     committed_at: float = field(default_factory=time.perf_counter)  # however late it is read
 
 
@@ -200,10 +218,11 @@ def advance(
         if request.finish_reason:
             break
     request.num_computed = len(request.ids) - 1
+    num_inexact = sum(j < len(committed) for j in verdict.inexact)
     if num_drafted:
-        request.stats.observe(num_drafted, min(verdict.num_accepted, len(committed)), len(committed))
+        request.stats.observe(num_drafted, min(verdict.num_accepted, len(committed)), len(committed), num_inexact)
     text = ""
     if request.text is not None:
         text = request.text.take() + (request.text.finish() if request.finish_reason else "")
     origins, logprobs = request.origins[-len(committed) :], request.logprobs[-len(committed) :]
-    return TokenDelta(request, committed, origins, logprobs, text, request.finish_reason)
+    return TokenDelta(request, committed, origins, logprobs, text, request.finish_reason, num_inexact)

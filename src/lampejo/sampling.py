@@ -189,8 +189,8 @@ def is_typical(logits: torch.Tensor, params: SamplingParams, token_id: int, thre
 
     Typical acceptance (Medusa, arXiv 2401.10774, section 3.3.1): its probability is above min(threshold,
     sqrt(threshold) * exp(-entropy)), so where the target is undecided less will do. The distribution, and its entropy
-    in nats, are those that ``choose`` draws from: at temperature 0 nothing but the greatest is typical. logits [V] after
-    ``process_logits``.
+    in nats, are those that ``choose`` draws from: at temperature 0 nothing but the greatest is typical. logits [V],
+    after ``process_logits``.
     """
     if params.temperature == 0:
         return False
