@@ -200,11 +200,12 @@ def _serve(args: argparse.Namespace) -> int:
     from lampejo.server.config import Security, ServerConfig
     from lampejo.server.security import find_keys
 
+    typed = () if Path(args.model).exists() else (args.model,)  # a path of this machine is nobody else's business
     security = Security(find_keys(args.api_key or (), args.api_key_file), tuple(args.cors or ()), args.insecure)
     server = ServerConfig(
         host=args.host,
         port=args.port,
-        names=tuple(args.name or ()),
+        names=(*(args.name or ()), *typed),
         max_queue=args.max_queue,
         timeout_s=args.timeout,
         grace_s=args.grace,

@@ -15,7 +15,7 @@ from lampejo.cli_options import ModelOptions
 from lampejo.errors import UserError
 from lampejo.server import access_log
 from lampejo.server.app import make_app
-from lampejo.server.config import ServerConfig
+from lampejo.server.config import ServerConfig, is_loopback
 from lampejo.server.service import Service
 from lampejo.terminal import drafting_mode, memory_words
 
@@ -53,6 +53,8 @@ def banner(llm: LLM, config: ServerConfig, url: str) -> list[str]:
     names = [*config.names, info["model"]]
     keys = len(config.security.api_keys)
     access = f"{keys} API key{'s' if keys > 1 else ''}" if keys else "no API key"
+    if not keys and not is_loopback(config.host):
+        access += ": open to all who can reach it"
     return [
         f"lampejo: {names[0]} at {url} ({access}): the page at /, OpenAI's API at /v1, Anthropic's at /v1/messages",
         f"lampejo: {drafting_mode(info)}; context of {llm.max_context:,} tokens, "
