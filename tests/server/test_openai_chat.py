@@ -1,12 +1,13 @@
 """/v1/chat/completions: what OpenAI's clients send and read."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lampejo.server.openai_chat import ChatBody, ChatWriter
-from scripted import ids_of, knowing
+from scripted import CHAT, ids_of, knowing
 from server_app import ask, chat, client_of, events, model_saying, text_of
 
 STORY = "A flash of light, then another: 1, 2, 3 and so on until the morning came and the sea was calm again. "
@@ -70,3 +71,54 @@ async def test_fields_that_cannot_be_honoured_are_refused_by_name(name):
             assert response.json()["error"]["param"] == name
             for harmless in ChatBody.refused[name]:
                 assert (await ask(client, chat(**{name: harmless}))).status_code == 200
+
+
+QWEN = CHAT + "{# <tool_call> <think> #}"  # what a template knows is read off its text
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALLS = """<think>
+Let me add.
+</think>
+
+Adding.
+<tool_call>
+{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}
+</tool_call>
+<tool_call>
+{"name": "add", "arguments": {}}
+</tool_call>"""
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 16])
+async def test_reasoning_and_calls_are_told_apart_whatever_the_blocks(width):
+    """T3, T4, T5: stream and whole answer are equal, two calls have indices 0 and 1, reasoning is counted by tokens."""
+    answer = CALLS.replace("\n", " ")
+    with model_saying(answer, [knowing(ids_of(answer), 16)], width=width) as llm:
+        llm.chat_template = QWEN
+        async with client_of(llm) as client:
+            whole = (await ask(client, chat(tools=TOOLS))).json()
+            chunks = await events(client, chat(tools=TOOLS, stream_options={"include_usage": True}))
+    choice, usage = whole["choices"][0], whole["usage"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Adding." == text_of(chunks)
+    assert message["reasoning_content"] == "Let me add." == text_of(chunks, name="reasoning_content")
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1, "b": [2, 3]}, {}]
+    streamed: dict[int, str] = {}
+    names = {}
+    for chunk in chunks[:-2]:
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            streamed[call["index"]] = streamed.get(call["index"], "") + call["function"]["arguments"]
+            names |= {call["index"]: call["function"]["name"]} if "name" in call["function"] else {}
+    assert list(streamed.values()) == [call["function"]["arguments"] for call in message["tool_calls"]]
+    assert names == {0: "add", 1: "add"}
+    assert chunks[-2]["usage"] == usage | {"prompt_tokens_details": chunks[-2]["usage"]["prompt_tokens_details"]}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think> Let me add. </think>")}
+
+
+async def test_tools_of_a_model_that_knows_none_are_refused():
+    """P1: never accepted and ignored."""
+    with model_saying("x") as llm:
+        async with client_of(llm) as client:
+            response = await ask(client, chat(tools=TOOLS))
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+            assert (await ask(client, chat(tools=TOOLS, tool_choice="none"))).status_code == 200

@@ -30,7 +30,7 @@ def chat_job(chat: Chat) -> Job:
         template_kwargs["tools"] = [_tool(tool, i) for i, tool in enumerate(chat.tools)]
     messages = [_message(message, i) for i, message in enumerate(chat.messages)]
     params = {**chat.params, "chat_template_kwargs": template_kwargs}
-    return Job([messages], params, chat.n, None, chat.fields)
+    return Job([messages], params, chat.n, chat.tools, chat.fields)
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:

@@ -7,12 +7,13 @@ A protocol makes a ``Job`` of a body; ``Service.start`` checks everything about 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from lampejo.answer import Content, Event, ToolStart
+from lampejo.answer import Content, Event, ThoughtCounter, ToolStart, start_of, style_of
+from lampejo.answer_parser import AnswerParser
 from lampejo.api import LLM, Chunk, Progress, Prompt
 from lampejo.errors import UserError
 from lampejo.frontend import AsyncOutbox
@@ -20,32 +21,24 @@ from lampejo.request import DraftStats, Request
 from lampejo.server.config import ServerConfig
 from lampejo.server.counts import Counts, Watch
 from lampejo.server.errors import BROKEN, TIMED_OUT, TOO_MANY, UNAVAILABLE, ApiError, from_user_error, refused
+from lampejo.tokenizer import Tokenizer
 
 MAX_REQUESTS = 1024  # of one job: prompts times answers to each
-
-
-class Parser(Protocol):
-    """Takes an answer's text apart (``answer_parser.AnswerParser``)."""
-
-    @property
-    def in_reasoning(self) -> bool: ...
-    def push(self, text: str) -> list[Event]: ...
-    def finish(self) -> list[Event]: ...
 
 
 @dataclass(frozen=True)
 class Job:
     """What is asked, whatever the protocol.
 
-    params: keyword arguments of ``LLM.make_request``; n: answers to each prompt, with seeds seed, seed + 1, ...;
-    make_parser: from a prompt's ids to what takes its answer apart, None: all of it is content; fields: the body, so
+    params: keyword arguments of ``LLM.make_request``; n: answers to each prompt, with seeds seed, seed + 1, ...; tools:
+    those that a chat offers, None for text that is no chat and has neither reasoning nor calls; fields: the body, so
     that errors can name the field that they are about.
     """
 
     prompts: Sequence[Prompt]
     params: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
-    make_parser: Callable[[Sequence[int]], Parser] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -68,16 +61,20 @@ class _Answer:
     index: int
     request: Request
     progress: Progress
-    parser: Parser | None
     watch: Watch
-    num_reasoning: int = 0
+    parser: AnswerParser | None = None
+    thoughts: ThoughtCounter | None = None
     called: bool = False  # a tool
 
-    def piece(self, chunk: Chunk) -> Piece:
-        was_reasoning = self.parser is not None and self.parser.in_reasoning
+    @property
+    def num_reasoning(self) -> int:
+        return self.thoughts.num_tokens if self.thoughts else 0
+
+    def piece(self, chunk: Chunk, tokenizer: Tokenizer) -> Piece:
+        if self.thoughts is not None:
+            for token_id in chunk.ids:
+                self.thoughts.push(tokenizer.piece(token_id))
         events = self._events(chunk.text, bool(chunk.finish_reason))
-        if was_reasoning:
-            self.num_reasoning += len(chunk.ids)
         finish_reason = chunk.finish_reason
         if finish_reason == "stop" and self.called:
             finish_reason = "tool_calls"
@@ -173,7 +170,7 @@ class Answers:
                 self._service.counts.step(answer.watch, delta)
                 if delta.finish_reason:
                     del running[delta.request.id]
-                yield answer.piece(answer.progress.chunk(delta))
+                yield answer.piece(answer.progress.chunk(delta), self._service.llm.tokenizer)
         finally:
             self.close()
 
@@ -202,10 +199,10 @@ class Service:
         self.draining = False
         self.num_active = 0  # requests that were let in and are not over
         self.counts = Counts()
+        self.style = style_of(llm.chat_template)
         self.idle = asyncio.Event()
         self.idle.set()
         self._max_rows = llm.engine.scheduler.max_rows
-        self._seconds = 1.0  # a running mean of how long a request takes
 
     @property
     def num_waiting(self) -> int:
@@ -224,18 +221,20 @@ class Service:
             raise refused(
                 "n" if job.n > 1 else "prompt", f"{num_requests} answers at once; 1 to {MAX_REQUESTS} can be."
             )
+        if job.tools and self.style.tools is None:
+            raise refused(
+                "tools", "this model's chat template knows no tools. Leave them out."
+            )
         arrived_at = time.perf_counter()
         self._let_in()
         self._enter(num_requests)
         try:
             requests = await asyncio.to_thread(self._requests, job)
             outbox = AsyncOutbox(asyncio.get_running_loop())
-            answers = [
-                _Answer(
-                    i, r, Progress(r), job.make_parser(r.prompt_ids) if job.make_parser else None, Watch(arrived_at)
-                )
-                for i, r in enumerate(requests)
-            ]
+            answers = [_Answer(i, r, Progress(r), Watch(arrived_at)) for i, r in enumerate(requests)]
+            if job.tools is not None:
+                for answer in answers:
+                    self._take_apart(answer, job.tools)
             for request in requests:
                 self.llm.frontend.submit(request, outbox)
         except UserError as error:
@@ -263,19 +262,29 @@ class Service:
                 requests.append(self.llm.another(first, None if seed is None else seed + i))
         return requests
 
+    def _take_apart(self, answer: _Answer, tools: Sequence[Mapping[str, Any]]) -> None:
+        end_of_prompt = self.llm.tokenizer.decode(answer.request.prompt_ids[-16:], skip_special_tokens=False)
+        start = start_of(end_of_prompt, self.style)
+        answer.parser, answer.thoughts = AnswerParser(start, tools), ThoughtCounter(start)
+
     def _let_in(self) -> None:
         if self.error is not None:
             raise self.failure(self.error)
         if self.draining:
             raise ApiError(UNAVAILABLE, "The server is shutting down.", headers={"Connection": "close"})
         if self.num_active >= self._max_rows + self.config.max_queue:
-            seconds = math.ceil(self._seconds * (1 + self.num_waiting) / self._max_rows)
             raise ApiError(
                 TOO_MANY,
                 f"{self.num_active} requests are running or waiting; try again later.",
                 code="queue_full",
-                headers={"Retry-After": str(min(max(1, seconds), 60))},
+                headers={"Retry-After": str(self.retry_after_s())},
             )
+
+    def retry_after_s(self) -> int:
+        """When a place may be free: by how long requests have taken so far, 1 to 60 seconds."""
+        whole = self.counts.whole
+        seconds = whole.sum / max(1, sum(whole.counts)) * (1 + self.num_waiting) / self._max_rows
+        return min(max(1, math.ceil(seconds)), 60)
 
     def failure(self, error: BaseException) -> ApiError:
         """500: the engine has ended."""
