@@ -159,6 +159,7 @@ async def test_aborts_and_timeouts_are_counted_as_such_and_the_totals_stay_exact
         ):
             total = sum(getattr(request.stats, field) for request in requests)
             assert told(f"lampejo:spec_decode_{name}_total") == total > 0
+        assert told("lampejo:spec_decode_num_inexact_tokens_total") == 0
         assert told("lampejo:e2e_request_latency_seconds_count") == 1
         assert (told("lampejo:num_requests_running"), told("lampejo:num_requests_waiting")) == (0, 0)
 

@@ -92,10 +92,16 @@ class Metrics(Collector):
             yield self._histogram(prefix + name, text, histogram)
 
     def _own(self) -> Iterable[Metric]:
+        stats = self.service.llm.engine.stats
         yield self._counter(
             PREFIX + "spec_decode_num_committed_tokens",
             "Tokens committed by steps with drafts; by spec_decode_num_drafts it is the acceptance length.",
-            self.service.llm.engine.stats.num_committed_tokens,
+            stats.num_committed_tokens,
+        )
+        yield self._counter(
+            PREFIX + "spec_decode_num_inexact_tokens",
+            "Accepted drafts that were not the target's own choice: 0 unless requests ask for typical acceptance.",
+            stats.num_inexact_tokens,
         )
         statuses = {str(status): total for status, total in sorted(self.service.counts.statuses.items())}
         yield self._counters(PREFIX + "http_responses", "Responses by HTTP status.", "status", statuses)
