@@ -1,0 +1,352 @@
+"""The server under load and in trouble: full queues, deadlines, readers who go, a long prompt beside streams, an engine
+that fails, an orderly end. The engine is held at will, so that nothing here depends on how fast anything is."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from lampejo.api import LLM
+from lampejo.server.app import make_app
+from lampejo.server.config import ServerConfig
+from lampejo.server.service import Service
+from scripted import ids_of, knowing, scripted_llm
+from server_app import ask, chat, model_saying, saying
+
+STORY = "A flash of light, then another, and so on until the morning came. "
+
+
+class Held:
+    """An engine that takes a step only when it is let; it is let go at the end of the block."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.plans: list[list[Any]] = []  # of each step: (prompt's text, number of known tokens)
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+        self._verify = llm.engine.runner.verify
+        llm.engine.runner.verify = self._held  # type: ignore[method-assign]
+
+    def let(self, num_steps: int = 1) -> None:
+        self._permits.release(num_steps)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release()
+
+    def __enter__(self) -> "Held":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+
+    def _held(self, batch: Any) -> Any:
+        self.plans.append([(row.request, row.num_known) for row in batch.rows])
+        if not self._is_open:
+            self._permits.acquire()
+        return self._verify(batch)
+
+
+@contextlib.asynccontextmanager
+async def served(llm: LLM, **config: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Service, FastAPI]]:
+    app = make_app(llm, ServerConfig(**config))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        yield client, app.state.service, app
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what another task or thread is about to do."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def read_until(
+    app: FastAPI, body: Any, goes: Callable[[bytes], bool], path: str = "/v1/chat/completions"
+) -> tuple[int, bytes]:
+    """Calls the application as a server does, event by event. The reader goes after the part for which ``goes`` says
+    so. Gives the status and what was read."""
+    asked, gone = False, asyncio.Event()
+    status, parts = 0, []
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        if not asked:
+            asked = True
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        part = message.get("body", b"")
+        parts.append(part)
+        if not gone.is_set() and goes(part):
+            gone.set()
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode()}
+    scope |= {"query_string": b"", "root_path": "", "scheme": "http", "server": ("localhost", 80)}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    await app(scope | {"headers": headers, "client": None}, receive, send)  # type: ignore[arg-type]
+    return status, b"".join(parts)
+
+
+def nothing_is_left(llm: LLM, service: Service) -> bool:
+    scheduler = llm.engine.scheduler
+    return service.num_active == 0 and not (scheduler.running or scheduler.waiting or llm.frontend._outboxes)
+
+
+# --- a full queue -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_says_when_to_come_back_and_those_before_it_are_answered(stream):
+    """O1: 429 with Retry-After, in OpenAI's shape, before anything is streamed."""
+    with model_saying("Hello", max_rows=1) as llm, Held(llm) as held:
+        async with served(llm, max_queue=1) as (client, service, _):
+            let_in = [asyncio.create_task(ask(client, chat())) for _ in range(2)]
+            await until(lambda: service.num_active == 2)
+            refused = await ask(client, chat(stream=stream))
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert (refused.json()["error"]["type"], refused.json()["error"]["code"]) == (
+                "rate_limit_error",
+                "queue_full",
+            )
+            health = (await client.get("/health")).json()
+            assert (health["num_requests_running"], health["num_requests_waiting"]) == (1, 1)
+            held.open()
+            answers = await asyncio.gather(*let_in)
+            assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ["Hello"] * 2
+            assert (await ask(client, chat())).status_code == 200
+            await until(lambda: nothing_is_left(llm, service))
+
+
+async def test_the_time_to_come_back_follows_what_requests_have_taken():
+    """O1: a guess from the mean of those that are over, between a second and a minute."""
+    with model_saying("Hello", max_rows=2) as llm:
+        async with served(llm, max_queue=0) as (_, service, _):
+            service.num_active = 2
+            assert service.retry_after_s() == 1, "nothing is known yet"
+            for seconds in (10, 30):
+                service.counts.whole.observe(seconds)
+            assert service.retry_after_s() == 10, "20 s each, two at once"
+            service.counts.whole.observe(10_000)
+            assert service.retry_after_s() == 60
+            service.num_active = 0
+
+
+# --- an orderly end ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_ends_refuses_new_requests_and_ends_those_that_run():
+    """O1: /health tells 503 at once; the running stream comes to its own end."""
+    with model_saying(STORY) as llm, Held(llm) as held:
+        async with served(llm) as (client, service, _):
+            running = asyncio.create_task(ask(client, chat(stream=True)))
+            await until(lambda: service.num_active == 1 and bool(held.plans))
+            service.draining = True
+            refused = await ask(client, chat())
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+            health = await client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "shutting down")
+            held.open()
+            text = (await running).text
+            assert '"finish_reason":"stop"' in text and text.endswith("data: [DONE]\n\n")
+            await asyncio.wait_for(service.idle.wait(), 30)
+
+
+# --- an engine that fails ---------------------------------------------------------------------------------------------
+
+
+async def test_a_fatal_error_fails_all_present_and_future_requests_and_the_health(monkeypatch):
+    """O2: streams that have begun end with an error event, those that have not with 500; nothing hangs."""
+    with model_saying(STORY, max_rows=2) as llm, Held(llm) as held:
+        async with served(llm) as (client, service, app):
+            streams = [
+                asyncio.create_task(read_until(app, chat(stream=True), lambda _: False)) for _ in range(3)
+            ]  # one of which waits
+            whole = asyncio.create_task(ask(client, chat()))
+            await until(lambda: service.num_active == 4)
+            held.let(5)
+            await until(lambda: len(held.plans) == 6)
+
+            def fail(batch: Any) -> None:
+                raise MemoryError("no room for logits")
+
+            held._verify = fail
+            held.open()
+            for status, text in await asyncio.gather(*streams):
+                assert status == 200
+                *_, error, done, end = text.decode().split("\n\n")
+                told = json.loads(error.removeprefix("data: "))["error"]
+                assert told["type"] == "server_error" and "no room for logits" in told["message"]
+                assert (done, end) == ("data: [DONE]", "")
+            for response in (await whole, await ask(client, chat())):
+                assert response.status_code == 500
+                assert "no room for logits" in response.json()["error"]["message"]
+            health = await client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (500, "failed")
+            assert service.num_active == 0 and service.idle.is_set()
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_whose_time_is_over_before_its_first_token_is_told_so():
+    """Issue 5, deadlines: 504 where the response has not begun, an error event where it has."""
+    with model_saying("Hello") as llm, Held(llm) as held:
+        async with served(llm, timeout_s=0.02) as (client, service, _):
+            response = await ask(client, chat())
+            assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+            text = (await ask(client, chat(stream=True))).text
+            assert '"code":"timeout"' in text and text.endswith("data: [DONE]\n\n")
+            held.open()
+            await until(lambda: nothing_is_left(llm, service))
+
+
+async def test_an_answer_that_has_begun_is_cut_at_its_deadline_with_what_there_is():
+    """Issue 5, deadlines: the reason is length, usage counts what was told."""
+    with model_saying(STORY) as llm, Held(llm) as held:
+        async with served(llm, timeout_s=1) as (client, service, _):
+            held.let(4)
+            told = (await ask(client, chat())).json()
+            (choice,) = told["choices"]
+            assert choice["finish_reason"] == "length"
+            assert choice["message"]["content"] == STORY[:4] and told["usage"]["completion_tokens"] == 4
+            held.open()
+            await until(lambda: nothing_is_left(llm, service))
+
+
+# --- readers who go ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_reader_who_goes_is_noticed_within_a_step_a_hundred_times():
+    """M6: in the middle of blocks, of waiting, of prefill. No row, no page is left; the next answer is right."""
+    with model_saying(STORY, [knowing(ids_of(STORY))], width=5, page_size=8, max_rows=2) as llm, Held(llm) as held:
+        async with served(llm) as (client, service, app):
+            for i in range(100):
+                num_events, taken = 1 + i % 9, []  # the first has the role alone
+
+                def goes(part: bytes, num_events: int = num_events, taken: list[bytes] = taken) -> bool:
+                    taken.append(part)
+                    held.let()
+                    return len(taken) > num_events  # the first part is that of the headers
+
+                await read_until(app, chat(str(i % 3), stream=True), goes)
+                assert service.num_active == 0
+                at_leaving = len(held.plans)
+                while not nothing_is_left(llm, service):
+                    held.let()
+                    await asyncio.sleep(0.001)
+                assert len(held.plans) <= at_leaving + 1, "it was noticed a step too late"
+                while held._permits.acquire(blocking=False):
+                    pass
+            held.open()
+            llm.engine.pool.check_integrity()
+            assert llm.engine.pool.num_free == llm.engine.pool.num_pages
+            assert (await ask(client, chat())).json()["choices"][0]["message"]["content"] == STORY
+
+
+async def test_a_caller_who_goes_before_the_whole_answer_ends_it():
+    """M6: also where nothing is streamed."""
+    with model_saying(STORY) as llm, Held(llm) as held:
+        async with served(llm) as (_, service, app):
+            calls = [asyncio.create_task(read_until(app, chat(), lambda _: False)) for _ in range(3)]
+            await until(lambda: service.num_active == 3 and bool(held.plans))
+            calls[1].cancel()  # the server's own task for the connection
+            await until(lambda: service.num_active == 2)
+            held.open()
+            for call in (calls[0], calls[2]):
+                status, text = await call
+                assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == STORY
+            await until(lambda: nothing_is_left(llm, service))
+
+
+# --- long prompts -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments():
+    """T6: while a long prompt is computed; the comments are no events."""
+    with model_saying("Hello") as llm, Held(llm) as held:
+        async with served(llm, keep_alive_s=0.005) as (_, _, app):
+            comments = 0
+
+            def goes(part: bytes) -> bool:
+                nonlocal comments
+                comments += part == b": keep-alive\n\n"
+                if comments == 3:
+                    held.open()
+                return False
+
+            status, text = await read_until(app, chat(stream=True), goes)
+    assert status == 200 and comments >= 3
+    data = [line for line in text.decode().splitlines() if line.startswith("data: {")]
+    told = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in data)
+    assert told == "Hello"
+
+
+async def test_no_stream_waits_for_more_than_one_chunk_of_anothers_prompt():
+    """Issue 5, fair scheduling: whatever is being prefilled, each stream gets its tokens in every step."""
+    prompts = ["short", "x" * 300, "also short", "y" * 350]
+    with model_saying(STORY * 2, page_size=8, max_rows=4, token_budget=24, num_pages=256) as llm, Held(llm) as held:
+        async with served(llm) as (client, service, _):
+            calls = [asyncio.create_task(ask(client, chat(prompt, stream=True))) for prompt in prompts]
+            await until(lambda: service.num_active == len(prompts))
+            held.open()
+            for call in calls:
+                assert (await call).text.endswith("data: [DONE]\n\n")
+    seen_decoding: set[int] = set()
+    last_step = {request.id: i for i, plan in enumerate(held.plans) for request, _ in plan}
+    for i, plan in enumerate(held.plans):
+        assert sum(num_known for _, num_known in plan) <= 24
+        present = {request.id for request, _ in plan}
+        waiting = {one for one in seen_decoding if last_step[one] > i}
+        assert waiting <= present, "a stream was left out of a step"
+        seen_decoding |= {request.id for request, num_known in plan if num_known == 1}
+    beside = [plan for plan in held.plans if {1} < {num_known for _, num_known in plan}]
+    assert len(beside) > 20, "the long prompts were computed beside streams"
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+async def test_the_second_turn_of_a_chat_finds_the_first_in_the_prefix_cache(drafts):
+    """M1 and M2, over HTTP: usage tells what was found, and the answer is that of a server that never saw the first."""
+    first = chat("x" * 300)
+    second = {"messages": [*first["messages"], {"role": "assistant", "content": STORY}, *chat("More")["messages"]]}
+    drafters = [knowing(ids_of(STORY))] if drafts else []
+    with scripted_llm(saying(STORY), drafters, page_size=8) as llm, scripted_llm(saying(STORY), page_size=8) as cold:
+        async with served(llm) as (client, *_), served(cold) as (cold_client, *_):
+            usages = [(await ask(client, body)).json()["usage"] for body in (first, first, second)]
+            found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+            assert found[0] == 0 and min(found[1:]) > 0.9 * usages[0]["prompt_tokens"]
+            warm, new = (await ask(client, second)).json(), (await ask(cold_client, second)).json()
+            assert warm["choices"] == new["choices"]
+            chunks = (await ask(client, first | {"stream": True, "stream_options": {"include_usage": True}})).text
+            usage = json.loads(chunks.split("\n\n")[-3].removeprefix("data: "))["usage"]
+            assert usage == usages[1]
+
+
+async def test_each_of_many_at_once_gets_its_own_answer():
+    """M7, in small: more calls than rows and pages, each equal to what it gets alone."""
+    random_words = [f"word {i} " * (1 + i % 5) for i in range(24)]
+
+    def target(text: Any) -> int:
+        return text[(len(text) * 7) % len(text[:9])] if len(text) % 40 else 1
+
+    with scripted_llm(target, page_size=8, max_rows=3, token_budget=16, num_pages=64) as llm:
+        async with served(llm) as (client, service, _):
+            alone = [(await ask(client, chat(words))).json()["choices"] for words in random_words]
+            together = await asyncio.gather(*(ask(client, chat(words)) for words in random_words))
+            assert [one.json()["choices"] for one in together] == alone
+            await until(lambda: nothing_is_left(llm, service))
+            llm.engine.pool.check_integrity()
