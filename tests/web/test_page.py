@@ -616,6 +616,27 @@ def test_what_goes_wrong_is_told_with_the_remedy(open_page, server):
     assert texts(page) == ["Question", "The answer is 42, as ever."]
 
 
+def test_the_end_of_an_answer_takes_nothing_out_of_the_hands(open_page, server):
+    """Fault: a selection, or a field that somebody is writing in, that is lost when an answer ends."""
+    page = open_page()
+    ask(page, "Question")
+    page.click("#settings-button")
+    ask(page, "wait", wait=False)
+    page.wait_for_selector(".message.live:has-text('word')")
+    page.focus("#field-temperature")
+    page.keyboard.type("0.")
+    page.evaluate("document.querySelector('#stop').click()")
+    page.wait_for_selector("text=Stopped.")
+    page.keyboard.type("5")
+    assert page.input_value("#field-temperature") == "0.5"
+    page.click(".last .retry")
+    page.wait_for_selector(".message.live:has-text('word')")
+    page.evaluate("getSelection().selectAllChildren(document.querySelectorAll('.text.prose')[0])")
+    page.evaluate("document.querySelector('#stop').click()")
+    page.wait_for_selector("text=Stopped.")
+    assert page.evaluate("getSelection().toString()").strip() == "The answer is 42, as ever."
+
+
 def test_a_stream_that_fails_or_breaks_off_keeps_its_text(open_page, server, running):
     """Fault: half an answer that looks like a whole one. And the server that cannot be reached at all."""
     page = open_page()

@@ -14,7 +14,7 @@ const NOTICES = { full: "storageFull", damaged: "storageDamaged" };
 
 const notices = new Set(); // problems with storage, until they are dismissed
 const store = new Store(notify);
-const app = { store, settings: store.settings(), model: null, announce, changed: renderList, askKey };
+const app = { store, settings: store.settings(), model: null, announce, changed: renderList, opened: () => settings.render(), askKey };
 
 function announce(text) {
   find("#status").textContent = text;
@@ -71,12 +71,14 @@ function renderList() {
       iconButton("trash", t("deleteOne", title), () => remove([conversation])),
     );
   });
-  find("#conversation-list").replaceChildren(...items);
+  const list = find("#conversation-list");
+  const focused = [...list.querySelectorAll("button")].indexOf(document.activeElement);
+  list.replaceChildren(...items);
+  list.querySelectorAll("button")[focused]?.focus(); // answers end while somebody walks through the list
   find("#no-conversations").hidden = items.length > 0;
   find("#all-actions").hidden = items.length === 0;
   const { title } = app.chat.conversation;
   document.title = title ? `${title} · lampejo` : "lampejo";
-  settings.render();
 }
 
 function remove(conversations) {
@@ -229,8 +231,10 @@ function speak(wanted) {
   translate(document);
   for (const button of document.querySelectorAll("[data-language]")) button.setAttribute("aria-pressed", String(button.dataset.language === getLanguage()));
   if (speculation.prompt.value === oldPrompt) speculation.prompt.value = t("promptDefault");
+  app.chat.nodes.clear();
   app.chat.render();
   speculation.render();
+  settings.render();
   renderList();
   renderNotices();
   renderShortcuts();

@@ -11,8 +11,16 @@ const SAVE_MS = 1500; // how often a growing answer is kept
 
 const isTouch = () => matchMedia("(pointer: coarse)").matches; // no Shift there: Enter is for lines
 
+// Puts nodes into a parent and leaves alone those that have their place already.
+function place(parent, nodes) {
+  nodes.forEach((node, i) => {
+    if (parent.children[i] !== node) parent.insertBefore(node, parent.children[i] ?? null);
+  });
+  while (parent.children.length > nodes.length) parent.lastChild.remove();
+}
+
 export class Chat {
-  // app: {store, settings, model, announce(text), changed(), askKey(wasWrong)}
+  // app: {store, settings, model, announce(text), changed(), opened(), askKey()}
   constructor(app) {
     this.app = app;
     this.running = new Map(); // conversation id to what stops its answer
@@ -48,8 +56,10 @@ export class Chat {
     this.endEdit();
     this.conversation = conversation;
     this.follows = true;
+    this.nodes.clear();
     this.render();
     this.app.changed();
+    this.app.opened();
   }
 
   start() {
@@ -172,11 +182,10 @@ export class Chat {
     const { messages } = conversation;
     const problem = this.problems.get(conversation.id);
     const isRunning = this.isRunning;
-    this.nodes.clear();
     const lastUser = messages.findLastIndex((message) => message.role === "user");
     const nodes = messages.map((message, i) => this.messageNode(message, i === messages.length - 1, i === lastUser));
     if (problem) nodes.push(this.problemNode(problem));
-    find("#messages").replaceChildren(...nodes);
+    place(find("#messages"), nodes);
     find("#hello").hidden = messages.length > 0;
     find("#examples").replaceChildren(...t("examples").map((text) => make("li", {}, make("button", { type: "button", onclick: () => this.send(text) }, text))));
     find("#chat-title").textContent = conversation.title || t("untitled");
@@ -186,27 +195,35 @@ export class Chat {
     if (this.follows) this.scroll.scrollTop = this.scroll.scrollHeight;
   }
 
+  // What shows a message stays as long as its conversation does, so that a selection in it does too; what may be done
+  // with it changes.
   messageNode(message, isLast, isLastUser) {
     const isLive = isLast && this.isRunning && message.role === "assistant";
+    const view = this.nodes.get(message) ?? this.newView(message);
+    view.article.className = `message ${message.role}${isLast ? " last" : ""}${isLive ? " live" : ""}`;
+    if (view.markdown) this.show(message, isLive);
+    view.foot.replaceChildren();
+    if (message.end) view.foot.append(make("p", { class: "end" }, t(message.end === "stopped" ? "stopped" : "cut")));
+    if (!isLive) view.foot.append(this.actions(message, isLast, isLastUser));
+    return view.article;
+  }
+
+  newView(message) {
     const isUser = message.role === "user";
-    const article = make("article", { class: `message ${message.role}${isLast ? " last" : ""}${isLive ? " live" : ""}` });
-    article.append(make("h2", { class: "offscreen" }, t(isUser ? "you" : "model")));
+    const view = { article: make("article", {}, make("h2", { class: "offscreen" }, t(isUser ? "you" : "model"))), foot: make("div", { class: "foot" }) };
     if (isUser) {
-      article.append(make("div", { class: "text" }, message.content));
+      view.article.append(make("div", { class: "text" }, message.content), view.foot);
     } else {
-      const markdown = new Markdown(make("div", { class: "text prose" }));
-      const thought = new Markdown(make("div", { class: "prose" }));
-      const label = make("span");
-      const fold = make("details", { class: "reasoning" }, make("summary", {}, label), thought.root);
-      fold.open = this.opened.has(message);
-      fold.addEventListener("toggle", () => (fold.open ? this.opened.add(message) : this.opened.delete(message)));
-      article.append(fold, markdown.root);
-      this.nodes.set(message, { markdown, thought, fold, label, article });
-      this.show(message, isLive);
-      if (message.end) article.append(make("p", { class: "end" }, t(message.end === "stopped" ? "stopped" : "cut")));
+      view.markdown = new Markdown(make("div", { class: "text prose" }));
+      view.thought = new Markdown(make("div", { class: "prose" }));
+      view.label = make("span");
+      view.fold = make("details", { class: "reasoning" }, make("summary", {}, view.label), view.thought.root);
+      view.fold.open = this.opened.has(message);
+      view.fold.addEventListener("toggle", () => (view.fold.open ? this.opened.add(message) : this.opened.delete(message)));
+      view.article.append(view.fold, view.markdown.root, view.foot);
     }
-    if (!isLive) article.append(this.actions(message, isLast, isLastUser));
-    return article;
+    this.nodes.set(message, view);
+    return view;
   }
 
   actions(message, isLast, isLastUser) {
