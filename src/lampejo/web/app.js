@@ -14,7 +14,15 @@ const NOTICES = { full: "storageFull", damaged: "storageDamaged" };
 
 const notices = new Set(); // problems with storage, until they are dismissed
 const store = new Store(notify);
-const app = { store, settings: store.settings(), model: null, announce, changed: renderList, opened: () => settings.render(), askKey };
+const app = {
+  store,
+  settings: store.settings(),
+  model: null,
+  announce,
+  changed: renderList,
+  opened: () => settings.render(),
+  askKey,
+};
 
 function announce(text) {
   find("#status").textContent = text;
@@ -111,7 +119,8 @@ function showView(name) {
     tab.tabIndex = isOn ? 0 : -1;
     find(`#${tab.dataset.view}`).hidden = !isOn;
   }
-  if (location.hash !== (name === "chat" ? "" : `#${name}`)) history.replaceState(null, "", name === "chat" ? location.pathname : `#${name}`);
+  if (location.hash !== (name === "chat" ? "" : `#${name}`))
+    history.replaceState(null, "", name === "chat" ? location.pathname : `#${name}`);
   if (name === "chat") app.chat.render();
   else speculation.show();
 }
@@ -210,7 +219,13 @@ function onKey(event) {
     return;
   }
   if (!(IS_MAC ? event.metaKey : event.ctrlKey) || event.altKey || document.querySelector("dialog:modal")) return;
-  const pressed = ["Mod", event.shiftKey && event.key !== "/" && "Shift", event.key.length === 1 ? event.key.toUpperCase() : event.key].filter(Boolean).join("+");
+  const pressed = [
+    "Mod",
+    event.shiftKey && event.key !== "/" && "Shift",
+    event.key.length === 1 ? event.key.toUpperCase() : event.key,
+  ]
+    .filter(Boolean)
+    .join("+");
   const found = SHORTCUTS.find(([, keys, action]) => action && keys === pressed);
   if (!found) return;
   event.preventDefault();
@@ -229,7 +244,8 @@ function speak(wanted) {
   const oldPrompt = t("promptDefault");
   setLanguage(wanted);
   translate(document);
-  for (const button of document.querySelectorAll("[data-language]")) button.setAttribute("aria-pressed", String(button.dataset.language === getLanguage()));
+  for (const button of document.querySelectorAll("[data-language]"))
+    button.setAttribute("aria-pressed", String(button.dataset.language === getLanguage()));
   if (speculation.prompt.value === oldPrompt) speculation.prompt.value = t("promptDefault");
   app.chat.nodes.clear();
   app.chat.render();
@@ -289,7 +305,9 @@ onClick("#delete-all", () => remove(store.list()));
 onClick("#theme", switchTheme);
 onClick("#shortcuts-button", () => find("#shortcuts").showModal());
 for (const button of document.querySelectorAll("[data-close]")) {
-  button.addEventListener("click", () => (button.dataset.close === "settings" ? toggleSettings() : find(`#${button.dataset.close}`).close()));
+  button.addEventListener("click", () =>
+    button.dataset.close === "settings" ? toggleSettings() : find(`#${button.dataset.close}`).close(),
+  );
 }
 for (const button of document.querySelectorAll("[data-language]")) {
   button.addEventListener("click", () => {

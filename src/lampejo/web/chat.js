@@ -156,7 +156,8 @@ export class Chat {
     }
     this.running.delete(conversation.id);
     const isEmpty = !message.content && !message.reasoning;
-    if (isEmpty && (problem || message.end === "stopped")) conversation.messages.splice(conversation.messages.indexOf(message), 1);
+    if (isEmpty && (problem || message.end === "stopped"))
+      conversation.messages.splice(conversation.messages.indexOf(message), 1);
     if (!app.store.conversations.has(conversation.id)) return; // deleted meanwhile
     if (problem) this.problems.set(conversation.id, problem);
     this.keep(conversation);
@@ -187,7 +188,11 @@ export class Chat {
     if (problem) nodes.push(this.problemNode(problem));
     place(find("#messages"), nodes);
     find("#hello").hidden = messages.length > 0;
-    find("#examples").replaceChildren(...t("examples").map((text) => make("li", {}, make("button", { type: "button", onclick: () => this.send(text) }, text))));
+    find("#examples").replaceChildren(
+      ...t("examples").map((text) =>
+        make("li", {}, make("button", { type: "button", onclick: () => this.send(text) }, text)),
+      ),
+    );
     find("#chat-title").textContent = conversation.title || t("untitled");
     find("#send").hidden = isRunning;
     find("#stop").hidden = !isRunning;
@@ -210,7 +215,10 @@ export class Chat {
 
   newView(message) {
     const isUser = message.role === "user";
-    const view = { article: make("article", {}, make("h2", { class: "offscreen" }, t(isUser ? "you" : "model"))), foot: make("div", { class: "foot" }) };
+    const view = {
+      article: make("article", {}, make("h2", { class: "offscreen" }, t(isUser ? "you" : "model"))),
+      foot: make("div", { class: "foot" }),
+    };
     if (isUser) {
       view.article.append(make("div", { class: "text" }, message.content), view.foot);
     } else {
@@ -219,7 +227,9 @@ export class Chat {
       view.label = make("span");
       view.fold = make("details", { class: "reasoning" }, make("summary", {}, view.label), view.thought.root);
       view.fold.open = this.opened.has(message);
-      view.fold.addEventListener("toggle", () => (view.fold.open ? this.opened.add(message) : this.opened.delete(message)));
+      view.fold.addEventListener("toggle", () =>
+        view.fold.open ? this.opened.add(message) : this.opened.delete(message),
+      );
       view.article.append(view.fold, view.markdown.root, view.foot);
     }
     this.nodes.set(message, view);
@@ -230,11 +240,22 @@ export class Chat {
     const bar = make("div", { class: "actions" });
     if (message.content) bar.append(copyButton(t("copy"), t("copied"), () => message.content));
     if (isLastUser && !this.isRunning) bar.append(iconButton("edit", t("edit"), () => this.edit()));
-    if (isLast && !this.isRunning && !this.problems.has(this.conversation.id)) bar.append(iconButton("retry", t("retry"), () => this.retry(), { class: "icon-button retry" }));
+    if (isLast && !this.isRunning && !this.problems.has(this.conversation.id))
+      bar.append(iconButton("retry", t("retry"), () => this.retry(), { class: "icon-button retry" }));
     if (message.stats) {
       const { tokens, perSecond, acceptance } = message.stats;
-      const parts = [t("tokens", tokens), perSecond && t("tokensPerSecond", perSecond), acceptance && t("acceptanceShort", acceptance)];
-      bar.append(make("span", { class: "quiet", title: acceptance ? t("acceptanceHint") : null }, parts.filter(Boolean).join(" · ")));
+      const parts = [
+        t("tokens", tokens),
+        perSecond && t("tokensPerSecond", perSecond),
+        acceptance && t("acceptanceShort", acceptance),
+      ];
+      bar.append(
+        make(
+          "span",
+          { class: "quiet", title: acceptance ? t("acceptanceHint") : null },
+          parts.filter(Boolean).join(" · "),
+        ),
+      );
     }
     return bar;
   }
@@ -243,8 +264,18 @@ export class Chat {
     const needsKey = problem.status === 401 || problem.status === 403;
     const button = needsKey
       ? make("button", { type: "button", class: "button", onclick: () => this.askKey(this.conversation) }, t("giveKey"))
-      : make("button", { type: "button", class: "button retry", onclick: () => this.retry() }, icon("retry"), t("retry"));
-    return make("div", { class: "problem", role: "alert" }, make("p", {}, make("strong", {}, problem.message), " ", problem.remedy), button);
+      : make(
+          "button",
+          { type: "button", class: "button retry", onclick: () => this.retry() },
+          icon("retry"),
+          t("retry"),
+        );
+    return make(
+      "div",
+      { class: "problem", role: "alert" },
+      make("p", {}, make("strong", {}, problem.message), " ", problem.remedy),
+      button,
+    );
   }
 
   // Shows more of an answer with the next frame; a frame takes everything that came until then.
@@ -266,7 +297,8 @@ export class Chat {
     if (message.reasoning) thought.show(message.reasoning);
     markdown.show(message.content);
     article.classList.toggle("waiting", isLive && !message.content && !message.reasoning);
-    if (!isLive && !message.content && !message.end) markdown.root.replaceChildren(make("p", { class: "quiet" }, t("noText")));
+    if (!isLive && !message.content && !message.end)
+      markdown.root.replaceChildren(make("p", { class: "quiet" }, t("noText")));
   }
 
   toEnd() {

@@ -13,14 +13,16 @@ function fill(node, attributes, children) {
 }
 
 export const make = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
-export const draw = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+export const draw = (tag, attributes = {}, ...children) =>
+  fill(document.createElementNS(SVG, tag), attributes, children);
 export const find = (selector) => document.querySelector(selector);
 
 // On a grid of 20, drawn with a round pen.
 const ICONS = {
   menu: "M3 6h14M3 10h14M3 14h9",
   plus: "M10 4v12M4 10h12",
-  sliders: "M3 6h8m4 0h2M3 14h2m4 0h8M13 4.2a1.8 1.8 0 1 0 0 3.6 1.8 1.8 0 0 0 0-3.6zM7 12.2a1.8 1.8 0 1 0 0 3.6 1.8 1.8 0 0 0 0-3.6z",
+  sliders:
+    "M3 6h8m4 0h2M3 14h2m4 0h8M13 4.2a1.8 1.8 0 1 0 0 3.6 1.8 1.8 0 0 0 0-3.6zM7 12.2a1.8 1.8 0 1 0 0 3.6 1.8 1.8 0 0 0 0-3.6z",
   send: "M10 16V4M5 9l5-5 5 5",
   stop: "M6 6h8v8H6z",
   copy: "M7.5 7.5h8v9h-8zM12.5 7.5v-4h-8v9h3",
@@ -37,12 +39,20 @@ const ICONS = {
 };
 
 export function icon(name) {
-  return draw("svg", { class: `icon icon-${name}`, viewBox: "0 0 20 20", "aria-hidden": "true" }, draw("path", { d: ICONS[name] }));
+  return draw(
+    "svg",
+    { class: `icon icon-${name}`, viewBox: "0 0 20 20", "aria-hidden": "true" },
+    draw("path", { d: ICONS[name] }),
+  );
 }
 
 // A button that shows a picture alone; its name is there for those who cannot see it, and as a hint.
 export function iconButton(name, label, onclick, attributes = {}) {
-  return make("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...attributes }, icon(name));
+  return make(
+    "button",
+    { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...attributes },
+    icon(name),
+  );
 }
 
 export async function copyText(text) {

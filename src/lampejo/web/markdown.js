@@ -14,12 +14,17 @@ const TABLE_RULE = /^\|?(?: *:?-+:? *\|)+(?: *:?-+:?)? *$/;
 
 const isTable = (lines, i) => lines[i].includes("|") && i + 1 < lines.length && TABLE_RULE.test(lines[i + 1].trim());
 const startsBlock = (lines, i) =>
-  FENCE.test(lines[i]) || HEADING.test(lines[i]) || RULE.test(lines[i]) || QUOTE.test(lines[i]) || ITEM.test(lines[i]) || isTable(lines, i);
+  FENCE.test(lines[i]) ||
+  HEADING.test(lines[i]) ||
+  RULE.test(lines[i]) ||
+  QUOTE.test(lines[i]) ||
+  ITEM.test(lines[i]) ||
+  isTable(lines, i);
 
 // Lines to blocks: {kind, source, ...}; source is what the block was made of.
 function blocksOf(lines) {
   const blocks = [];
-  for (let i = 0; i < lines.length; ) {
+  for (let i = 0; i < lines.length;) {
     const start = i;
     const line = lines[i];
     let block;
@@ -30,7 +35,7 @@ function blocksOf(lines) {
     } else if ((match = FENCE.exec(line))) {
       const [, fence, info] = match;
       const isEnd = (text) => text.startsWith(fence) && !text.replaceAll(fence[0], "");
-      for (i++; i < lines.length && !isEnd(lines[i].trim()); ) i++;
+      for (i++; i < lines.length && !isEnd(lines[i].trim());) i++;
       block = { kind: "code", info: info.trim(), text: lines.slice(start + 1, i).join("\n") };
       i++;
     } else if ((match = HEADING.exec(line))) {
@@ -46,10 +51,15 @@ function blocksOf(lines) {
       block = listOf(lines, i);
       i = block.end;
     } else if (isTable(lines, i)) {
-      for (i += 2; i < lines.length && lines[i].includes("|"); ) i++;
-      block = { kind: "table", head: cellsOf(line), ends: cellsOf(lines[start + 1]), rows: lines.slice(start + 2, i).map(cellsOf) };
+      for (i += 2; i < lines.length && lines[i].includes("|");) i++;
+      block = {
+        kind: "table",
+        head: cellsOf(line),
+        ends: cellsOf(lines[start + 1]),
+        rows: lines.slice(start + 2, i).map(cellsOf),
+      };
     } else {
-      for (i++; i < lines.length && lines[i].trim() && !startsBlock(lines, i); ) i++;
+      for (i++; i < lines.length && lines[i].trim() && !startsBlock(lines, i);) i++;
       block = { kind: "paragraph", text: lines.slice(start, i).join("\n") };
     }
     blocks.push({ ...block, source: lines.slice(start, i).join("\n") });
@@ -128,7 +138,12 @@ function codeNode({ info, text }) {
   return make(
     "figure",
     { class: "code" },
-    make("figcaption", {}, make("span", {}, language || t("code")), copyButton(t("copyCode"), t("copied"), () => code.textContent)),
+    make(
+      "figcaption",
+      {},
+      make("span", {}, language || t("code")),
+      copyButton(t("copyCode"), t("copied"), () => code.textContent),
+    ),
     make("pre", { role: "group", tabindex: "0", "aria-label": t("code") }, code),
   );
 }
@@ -138,8 +153,14 @@ function tableNode({ head, ends, rows }) {
     const end = ends[i] ?? "";
     return end.endsWith(":") ? (end.startsWith(":") ? "center" : "right") : null;
   };
-  const row = (tag, cells) => make("tr", {}, ...head.map((_, i) => make(tag, { class: classOf(i) }, ...inline(cells[i] ?? ""))));
-  const table = make("table", {}, make("thead", {}, row("th", head)), make("tbody", {}, ...rows.map((cells) => row("td", cells))));
+  const row = (tag, cells) =>
+    make("tr", {}, ...head.map((_, i) => make(tag, { class: classOf(i) }, ...inline(cells[i] ?? ""))));
+  const table = make(
+    "table",
+    {},
+    make("thead", {}, row("th", head)),
+    make("tbody", {}, ...rows.map((cells) => row("td", cells))),
+  );
   return make("div", { class: "wide", tabindex: "0", role: "group", "aria-label": t("table") }, table);
 }
 
@@ -175,7 +196,8 @@ function safeUrl(text) {
   }
 }
 
-const link = (href, ...children) => make("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
+const link = (href, ...children) =>
+  make("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
 
 function inline(text, depth = 0) {
   const nodes = [];
@@ -186,7 +208,7 @@ function inline(text, depth = 0) {
     plain = "";
     nodes.push(node);
   };
-  for (let i = 0; i < text.length; ) {
+  for (let i = 0; i < text.length;) {
     const char = text[i];
     if (char === "\\" && /[\\`*_#|~]/.test(text[i + 1] ?? "")) {
       plain += text[i + 1];
@@ -199,7 +221,8 @@ function inline(text, depth = 0) {
       i++;
       continue;
     }
-    const found = depth < MAX_DEPTH && (codeAt(text, i, hopeless) || markAt(text, i, hopeless, depth) || linkAt(text, i, depth));
+    const found =
+      depth < MAX_DEPTH && (codeAt(text, i, hopeless) || markAt(text, i, hopeless, depth) || linkAt(text, i, depth));
     if (found) {
       add(found.node);
       i = found.end;
@@ -247,7 +270,8 @@ function markAt(text, i, hopeless, depth) {
   return null;
 }
 
-const LINK = /!?\[([^[\]\n]{0,500})\]\(\s{0,9}<?([^\s()<>]{1,2000}(?:\([^\s()<>]{0,500}\)[^\s()<>]{0,500})?)>?(?:\s{1,9}"[^"\n]{0,300}")?\s{0,9}\)/y;
+const LINK =
+  /!?\[([^[\]\n]{0,500})\]\(\s{0,9}<?([^\s()<>]{1,2000}(?:\([^\s()<>]{0,500}\)[^\s()<>]{0,500})?)>?(?:\s{1,9}"[^"\n]{0,300}")?\s{0,9}\)/y;
 const BARE = /<?(https?:\/\/[^\s<>"`]{1,2000})>?/y;
 
 function linkAt(text, i, depth) {
@@ -264,7 +288,8 @@ function linkAt(text, i, depth) {
       const isClosed = match[0].startsWith("<") && match[0].endsWith(">");
       const url = isClosed ? match[1] : match[1].replace(/[.,;:!?'*_)\]}]{1,9}$/, "");
       const href = safeUrl(url);
-      if (href && (isClosed || !match[0].startsWith("<"))) return { node: link(href, url), end: i + (isClosed ? match[0].length : url.length) };
+      if (href && (isClosed || !match[0].startsWith("<")))
+        return { node: link(href, url), end: i + (isClosed ? match[0].length : url.length) };
     }
   }
   return null;

@@ -51,7 +51,13 @@ async function send(path, body, signal) {
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
+    response = await fetch(path, {
+      method: body ? "POST" : "GET",
+      headers,
+      body: body && JSON.stringify(body),
+      signal,
+      cache: "no-store",
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, t("unreachable"));
@@ -98,7 +104,11 @@ export async function* events(stream) {
 
 // The chunks of one answer. Ends by itself only when the server says so; a stream that breaks off is an error.
 export async function* chat(body, signal) {
-  const response = await send("v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true } }, signal);
+  const response = await send(
+    "v1/chat/completions",
+    { ...body, stream: true, stream_options: { include_usage: true } },
+    signal,
+  );
   try {
     for await (const data of events(response.body)) {
       if (data === "[DONE]") return;

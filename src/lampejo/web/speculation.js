@@ -27,7 +27,8 @@ export class Speculation {
     find("#trial-stop").addEventListener("click", () => this.stop());
     addEventListener("resize", () => this.grow());
     this.prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches)
+        return;
       event.preventDefault();
       if (!this.control) find("#trial").requestSubmit();
     });
@@ -51,7 +52,10 @@ export class Speculation {
       for (const run of this.runs) {
         run.state = "running";
         this.render();
-        for await (const chunk of chat({ ...body, lampejo: { trace: true, drafts: run.drafts } }, this.control.signal)) {
+        for await (const chunk of chat(
+          { ...body, lampejo: { trace: true, drafts: run.drafts } },
+          this.control.signal,
+        )) {
           run.answer.add(chunk);
           this.grow();
         }
@@ -59,7 +63,8 @@ export class Speculation {
       }
     } catch (error) {
       for (const run of this.runs) if (run.state !== "done") run.state = "failed";
-      if (!this.control.signal.aborted) this.problem = error instanceof ServerError ? error : new ServerError(500, String(error));
+      if (!this.control.signal.aborted)
+        this.problem = error instanceof ServerError ? error : new ServerError(500, String(error));
     }
     this.control = null;
     this.render();
@@ -73,7 +78,15 @@ export class Speculation {
     find("#trial-compare").hidden = isRunning;
     find("#trial-stop").hidden = !isRunning;
     find("#trial-notice").replaceChildren(
-      ...(this.problem ? [make("div", { class: "problem", role: "alert" }, make("p", {}, make("strong", {}, this.problem.message), " ", this.problem.remedy))] : []),
+      ...(this.problem
+        ? [
+            make(
+              "div",
+              { class: "problem", role: "alert" },
+              make("p", {}, make("strong", {}, this.problem.message), " ", this.problem.remedy),
+            ),
+          ]
+        : []),
     );
     for (const run of this.runs) run.trace = new Trace(make("div", { class: "trace", role: "group", tabindex: "0" }));
     const nodes = this.runs.map((run) => this.runNode(run));
@@ -88,7 +101,14 @@ export class Speculation {
     run.trace.root.setAttribute("aria-label", name);
     run.tiles = make("dl", { class: "tiles" });
     run.note = make("p", { class: "quiet" });
-    return make("article", { class: "run", "aria-busy": String(run.state === "running") }, make("h2", {}, name), run.tiles, run.note, run.trace.root);
+    return make(
+      "article",
+      { class: "run", "aria-busy": String(run.state === "running") },
+      make("h2", {}, name),
+      run.tiles,
+      run.note,
+      run.trace.root,
+    );
   }
 
   grow() {
@@ -107,20 +127,30 @@ export class Speculation {
       run.tiles.replaceChildren(
         tile("perSecond", told(answer.perSecond, speed)),
         tile("perStep", answer.steps.length ? number(answer.numTraced / answer.steps.length, 1) : null),
-        tile("acceptanceLength", told(spoken.mean_acceptance_length, (value) => number(value, 2))),
+        tile(
+          "acceptanceLength",
+          told(spoken.mean_acceptance_length, (value) => number(value, 2)),
+        ),
         tile("acceptanceRate", told(spoken.draft_acceptance_rate, percent)),
       );
       const { root } = run.trace;
       const follows = root.scrollHeight - root.scrollTop - root.clientHeight < 48; // until somebody scrolls up
       run.trace.show(answer.steps);
       if (follows && run.state === "running") root.scrollTop = root.scrollHeight;
-      run.note.textContent = run.state === "waiting" ? t("waiting") : run.state === "done" && answer.content && !answer.numTraced ? t("notTraced") : "";
+      run.note.textContent =
+        run.state === "waiting"
+          ? t("waiting")
+          : run.state === "done" && answer.content && !answer.numTraced
+            ? t("notTraced")
+            : "";
     }
     const drafted = this.runs.find((run) => run.drafts) ?? this.runs[0];
     const width = find("#blocks").clientWidth || 480; // one unit is one pixel, so that the numbers have their size
     find("#blocks").replaceChildren(bars(drafted?.answer.steps ?? [], width));
     const histogram = drafted?.answer.speculation?.acceptance_histogram ?? [];
-    find("#survival").replaceChildren(histogram.length ? survivalCurve(histogram, width) : make("p", { class: "quiet empty" }, t("survivalEmpty")));
+    find("#survival").replaceChildren(
+      histogram.length ? survivalCurve(histogram, width) : make("p", { class: "quiet empty" }, t("survivalEmpty")),
+    );
   }
 
   // Says of two runs whether their texts are the same: every token, and every character.
@@ -132,7 +162,12 @@ export class Speculation {
     const say = (kind, title, ...texts) => {
       if (kind) verdict.classList.add(kind);
       const mark = kind ? icon(kind === "good" ? "check" : "close") : null;
-      verdict.replaceChildren(...[mark, make("p", {}, title && make("strong", {}, title), title && " ", texts.filter(Boolean).join(" "))].filter(Boolean));
+      verdict.replaceChildren(
+        ...[
+          mark,
+          make("p", {}, title && make("strong", {}, title), title && " ", texts.filter(Boolean).join(" ")),
+        ].filter(Boolean),
+      );
     };
     if (this.runs.some((run) => run.state !== "done")) return say(null, null, t("notCompared"));
     const [on, off] = this.runs.map((run) => run.answer);

@@ -127,7 +127,13 @@ export class Store {
 
 export function newConversation(system) {
   const random = crypto.getRandomValues(new Uint32Array(2)); // randomUUID is there on https and localhost only
-  return { id: [...random].map((part) => part.toString(36)).join(""), title: "", updated: Date.now(), system, messages: [] };
+  return {
+    id: [...random].map((part) => part.toString(36)).join(""),
+    title: "",
+    updated: Date.now(),
+    system,
+    messages: [],
+  };
 }
 
 export function titleOf(text) {

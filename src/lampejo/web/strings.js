@@ -90,7 +90,8 @@ export const STRINGS = {
     speculationMore:
       "In each step a drafter proposes a block of tokens. The model checks them all in one pass and keeps those that it would have chosen itself, and one more of its own.",
     prompt: "Prompt",
-    promptDefault: "Write a Python function that checks whether a string is a palindrome, then explain it line by line.",
+    promptDefault:
+      "Write a Python function that checks whether a string is a palindrome, then explain it line by line.",
     run: "Run",
     compare: "Compare with and without drafts",
     legend: "Colours",
@@ -143,9 +144,9 @@ export const STRINGS = {
     remedyBroken: "Try again. If it happens once more, start the server anew; its log tells the cause.",
     remedyRequest: "Change the message or the settings, then try again.",
     giveKey: "Give a key",
-    fixSettings: "A setting is not valid; it was left out.",
 
-    storageFull: "This browser has no room left for conversations. Export or delete some; what you write now is lost when the page is closed.",
+    storageFull:
+      "This browser has no room left for conversations. Export or delete some; what you write now is lost when the page is closed.",
     storageDamaged: "A conversation could not be read and was set aside.",
 
     keySend: "Send the message",
@@ -299,9 +300,9 @@ export const STRINGS = {
     remedyBroken: "Tente de novo. Se acontecer outra vez, reinicie o servidor; o registro dele diz a causa.",
     remedyRequest: "Mude a mensagem ou os ajustes e tente de novo.",
     giveKey: "Dar uma chave",
-    fixSettings: "Um ajuste não é válido e foi deixado de fora.",
 
-    storageFull: "Este navegador não tem mais espaço para conversas. Exporte ou apague algumas; o que você escrever agora se perde quando a página for fechada.",
+    storageFull:
+      "Este navegador não tem mais espaço para conversas. Exporte ou apague algumas; o que você escrever agora se perde quando a página for fechada.",
     storageDamaged: "Uma conversa não pôde ser lida e foi posta de lado.",
 
     keySend: "Enviar a mensagem",
@@ -332,7 +333,8 @@ export function number(value, digits = 0) {
 
 export const speed = (rate) => number(rate, rate < 100 ? 1 : 0);
 
-export const percent = (value) => new Intl.NumberFormat(language === "pt" ? "pt-BR" : "en", { style: "percent" }).format(value);
+export const percent = (value) =>
+  new Intl.NumberFormat(language === "pt" ? "pt-BR" : "en", { style: "percent" }).format(value);
 
 export function t(name, ...values) {
   const text = STRINGS[language][name];

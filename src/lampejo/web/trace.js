@@ -58,18 +58,32 @@ export function bars(steps, width) {
   const highest = Math.max(4, ...shown.map((step) => step.length));
   const unit = (bottom - 12) / highest;
   const nodes = [];
-  for (const value of [0, Math.ceil(highest / 2), highest]) nodes.push(rule(bottom - value * unit, width), label(LEFT - 8, bottom - value * unit + 4, number(value), "end"));
+  for (const value of [0, Math.ceil(highest / 2), highest])
+    nodes.push(rule(bottom - value * unit, width), label(LEFT - 8, bottom - value * unit + 4, number(value), "end"));
   shown.forEach((step, i) => {
     let y = bottom;
     for (const origin of ["dflash", "ngram", "target"]) {
       const count = step.filter((token) => originOf(token) === origin).length;
       if (!count) continue;
       y -= count * unit;
-      nodes.push(draw("rect", { x: LEFT + i * PITCH + 1, y: y + 0.75, width: PITCH - 2, height: Math.max(1, count * unit - 1.5), rx: 1.5, class: `bar ${origin}` }));
+      nodes.push(
+        draw("rect", {
+          x: LEFT + i * PITCH + 1,
+          y: y + 0.75,
+          width: PITCH - 2,
+          height: Math.max(1, count * unit - 1.5),
+          rx: 1.5,
+          class: `bar ${origin}`,
+        }),
+      );
     }
   });
   const numTokens = steps.reduce((sum, step) => sum + step.length, 0);
-  return draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": t("blocksLabel", steps.length, numTokens) }, ...nodes);
+  return draw(
+    "svg",
+    { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": t("blocksLabel", steps.length, numTokens) },
+    ...nodes,
+  );
 }
 
 // histogram: entry j counts the steps that accepted j drafts. Entry k of the result: the share that accepted k or more.
@@ -92,14 +106,22 @@ export function survivalCurve(histogram, width) {
   const y = (share) => bottom - share * (bottom - 14);
   const points = shares.map((share, k) => `${x(k)},${y(share)}`);
   const every = Math.ceil(shares.length / 12);
-  const said = shares.map((share, k) => `${k}: ${percent(share)}`).slice(1).join(", ");
+  const said = shares
+    .map((share, k) => `${k}: ${percent(share)}`)
+    .slice(1)
+    .join(", ");
   return draw(
     "svg",
     { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": t("survivalLabel", said) },
     ...[0, 0.5, 1].flatMap((share) => [rule(y(share), width), label(LEFT - 8, y(share) + 4, percent(share), "end")]),
-    draw("polygon", { points: [`${x(0)},${bottom}`, ...points, `${x(shares.length - 1)},${bottom}`].join(" "), class: "area" }),
+    draw("polygon", {
+      points: [`${x(0)},${bottom}`, ...points, `${x(shares.length - 1)},${bottom}`].join(" "),
+      class: "area",
+    }),
     draw("polyline", { points: points.join(" "), class: "curve" }),
-    ...shares.map((share, k) => draw("circle", { cx: x(k), cy: y(share), r: 3.5, class: "dot" }, draw("title", {}, `${k}: ${percent(share)}`))),
+    ...shares.map((share, k) =>
+      draw("circle", { cx: x(k), cy: y(share), r: 3.5, class: "dot" }, draw("title", {}, `${k}: ${percent(share)}`)),
+    ),
     ...shares.map((_, k) => (k % every ? null : label(x(k), bottom + 16, number(k)))),
     label((LEFT + width) / 2, height - 4, t("survivalAxis")),
   );
