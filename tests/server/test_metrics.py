@@ -272,3 +272,28 @@ async def test_two_apps_in_one_process_do_not_share_numbers():
         await read(await first.start(job_of("abcabcabcabc", 9)))
         assert (await scrape(first))("lampejo:generation_tokens_total") == 9
         assert (await scrape(second))("lampejo:generation_tokens_total") == 0
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
+        "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;"
+        "escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    ],
+    ids=["Prometheus 2", "Prometheus 3"],
+)
+async def test_prometheus_itself_gets_the_names_with_their_colons(accept):
+    """Fault: asked for newer formats, as Prometheus does, the library turns vllm: into vllm_."""
+    with served(vllm_metrics=True) as service:
+        await read(await service.start(job_of("abcabcabcabc", 60)))
+        app = FastAPI()
+        app.include_router(routes(service, 'a "tiny" model\\'))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            response = await client.get("/metrics", headers={"Accept": accept})
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    (sample,) = families["vllm:generation_tokens"].samples
+    assert (sample.name, sample.value) == ("vllm:generation_tokens_total", 60)
+    assert sample.labels == {"model_name": 'a "tiny" model\\'}

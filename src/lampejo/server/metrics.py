@@ -11,10 +11,9 @@ from itertools import accumulate
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.requests import Request
 from starlette.responses import Response
 
 from lampejo.server.counts import BOUNDS, Histogram
@@ -140,9 +139,9 @@ def routes(service: Service, model_name: str) -> APIRouter:
     router = APIRouter()
 
     @router.get("/metrics", tags=["server"])
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """Metrics of Prometheus."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+        # In this one format whatever is asked for: in the others the library writes lampejo_ for lampejo:, and vllm_.
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return router
