@@ -23,6 +23,8 @@ ORDER = [
     "answer",
     "answer_parser",
     "chat",
+    "guide",
+    "grammar",
     "request",
     "scheduler",
     "ops.reference",

@@ -5,6 +5,7 @@ import errno
 import logging
 import socket
 import sys
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -94,7 +95,8 @@ def _load(options: ServeOptions) -> LLM:
 
 
 class Server(uvicorn.Server):
-    """Ends as O1 wants: told to end, it refuses new requests, ends those that run, and goes; told twice, it goes."""
+    """Ends as O1 wants: told to end, it refuses new requests, ends those that run, and goes; told again, it cuts them
+    off, as it does when the grace time is over."""
 
     def __init__(self, app: object, config: ServerConfig) -> None:
         super().__init__(
@@ -112,11 +114,9 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.draining:
-            self.should_exit = self.force_exit = True
-            return
+        todo = self._cut_off if self._service.draining else self._begin_to_drain
         self._service.draining = True
-        self._loop.call_soon_threadsafe(self._begin_to_drain)
+        self._loop.call_soon_threadsafe(todo)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -125,13 +125,25 @@ class Server(uvicorn.Server):
     def _begin_to_drain(self) -> None:
         self._draining = self._loop.create_task(self._drain())
 
+    def _cut_off(self) -> None:
+        self._service.llm.frontend.stop()  # whoever waits for an answer hears of it
+
     async def _drain(self) -> None:
-        num_active = self._service.num_active
+        idle, num_active = self._service.idle, self._service.num_active
         if num_active:
-            print(f"lampejo: ending {num_active} requests, then the server; once more ends it at once", file=sys.stderr)
-        try:
-            async with asyncio.timeout(self._grace_s):
-                await self._service.idle.wait()
-        except TimeoutError:
-            print(f"lampejo: requests still ran after {self._grace_s:g} seconds; they are cut off", file=sys.stderr)
+            print(f"lampejo: ending what runs ({num_active}); told again, it is cut off", file=sys.stderr)
+        if not await _within(self._grace_s, idle.wait()):
+            print(f"lampejo: after {self._grace_s:g} seconds, what still runs is cut off", file=sys.stderr)
+            self._cut_off()
+            await _within(1, idle.wait())
         self.should_exit = True
+
+
+async def _within(seconds: float, work: Awaitable[object]) -> bool:
+    """Whether it came to its end in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True

@@ -287,7 +287,9 @@ class Service:
         return min(max(1, math.ceil(seconds)), 60)
 
     def failure(self, error: BaseException) -> ApiError:
-        """500: the engine has ended."""
+        """The engine has ended: 500, or 503 if it was told to."""
+        if self.error is None:
+            return ApiError(UNAVAILABLE, "The server is shutting down.")
         cause = error.__cause__ or error
         return ApiError(BROKEN, f"The engine has failed: {cause}", code="engine_failed")
 
