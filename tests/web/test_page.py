@@ -197,7 +197,7 @@ def test_a_reload_in_the_middle_keeps_what_came(open_page):
     assert texts(page)[0] == "wait" and "word2" in texts(page)[1] and page.is_visible("text=Stopped.")
 
 
-def test_deleting_can_be_undone_and_exporting_gives_all(open_page):
+def test_deleting_can_be_undone_and_what_is_exported_can_be_imported(open_page):
     """Fault: a slip of the finger that costs a conversation."""
     page = open_page()
     ask(page, "Keep me")
@@ -214,6 +214,11 @@ def test_deleting_can_be_undone_and_exporting_gives_all(open_page):
     page.reload()
     page.wait_for_selector("#hello h2")
     assert page.locator("#conversation-list li").count() == 0
+    page.set_input_files("#import-file", download.value.path())
+    page.wait_for_selector(DONE)
+    assert texts(page)[0] == "Keep me" and page.locator("#conversation-list li").count() == 1
+    page.set_input_files("#import-file", {"name": "x.json", "mimeType": "application/json", "buffer": b'{"a": [1]}'})
+    page.wait_for_selector("text=no conversations that were exported here")
 
 
 def test_damaged_and_full_storage_are_told_and_cost_nothing_else(open_page):

@@ -10,9 +10,9 @@ import { getLanguage, setLanguage, t, translate } from "./strings.js";
 
 const NARROW = matchMedia("(max-width: 62rem)"); // both sides are drawers then; style.css has the same number
 const IS_MAC = /Mac|iPhone|iPad/.test(navigator.platform);
-const NOTICES = { full: "storageFull", damaged: "storageDamaged" };
+const NOTICES = { full: "storageFull", damaged: "storageDamaged", strange: "notImported" };
 
-const notices = new Set(); // problems with storage, until they are dismissed
+const notices = new Set(); // problems with what is kept, until they are dismissed
 const store = new Store(notify);
 const app = {
   store,
@@ -84,7 +84,7 @@ function renderList() {
   list.replaceChildren(...items);
   list.querySelectorAll("button")[focused]?.focus(); // answers end while somebody walks through the list
   find("#no-conversations").hidden = items.length > 0;
-  find("#all-actions").hidden = items.length === 0;
+  for (const name of ["#export-all", "#delete-all"]) find(name).hidden = items.length === 0;
   const { title } = app.chat.conversation;
   document.title = title ? `${title} · lampejo` : "lampejo";
 }
@@ -108,6 +108,14 @@ function download(conversations) {
   const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   make("a", { href: url, download: `lampejo-${new Date().toISOString().slice(0, 10)}.json` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+async function upload(file) {
+  try {
+    app.chat.open(store.load(await file.text())[0] ?? app.chat.conversation);
+  } catch {
+    notify("strange");
+  }
 }
 
 // --- views, drawers and dialogs
@@ -299,6 +307,11 @@ onClick("#new-chat", () => {
   showView("chat");
   closeDrawer("menu");
   app.chat.start();
+});
+onClick("#import", () => find("#import-file").click());
+find("#import-file").addEventListener("change", (event) => {
+  if (event.target.files.length) upload(event.target.files[0]);
+  event.target.value = "";
 });
 onClick("#export-all", () => download(store.list()));
 onClick("#delete-all", () => remove(store.list()));

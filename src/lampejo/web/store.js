@@ -71,6 +71,14 @@ export class Store {
     return this.storage !== null && !!key?.startsWith(CHAT);
   }
 
+  // What the page has exported, here or in another browser. Throws if it is anything else.
+  load(text) {
+    const { conversations } = JSON.parse(text);
+    const checked = conversations.map((value) => checkedConversation(value, newId()));
+    for (const conversation of checked) this.save(conversation);
+    return checked;
+  }
+
   list() {
     return [...this.conversations.values()].sort((a, b) => b.updated - a.updated);
   }
@@ -125,15 +133,13 @@ export class Store {
   }
 }
 
-export function newConversation(system) {
+function newId() {
   const random = crypto.getRandomValues(new Uint32Array(2)); // randomUUID is there on https and localhost only
-  return {
-    id: [...random].map((part) => part.toString(36)).join(""),
-    title: "",
-    updated: Date.now(),
-    system,
-    messages: [],
-  };
+  return [...random].map((part) => part.toString(36)).join("");
+}
+
+export function newConversation(system) {
+  return { id: newId(), title: "", updated: Date.now(), system, messages: [] };
 }
 
 export function titleOf(text) {

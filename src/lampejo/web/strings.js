@@ -18,6 +18,7 @@ export const STRINGS = {
     closeSettings: "Close settings",
     exportOne: (title) => `Export “${title}”`,
     deleteOne: (title) => `Delete “${title}”`,
+    importAll: "Import",
     exportAll: "Export all",
     deleteAll: "Delete all",
     deleted: "Conversation deleted.",
@@ -147,6 +148,7 @@ export const STRINGS = {
 
     storageFull:
       "This browser has no room left for conversations. Export or delete some; what you write now is lost when the page is closed.",
+    notImported: "This file holds no conversations that were exported here.",
     storageDamaged: "A conversation could not be read and was set aside.",
 
     keySend: "Send the message",
@@ -175,6 +177,7 @@ export const STRINGS = {
     closeSettings: "Fechar ajustes",
     exportOne: (title) => `Exportar “${title}”`,
     deleteOne: (title) => `Apagar “${title}”`,
+    importAll: "Importar",
     exportAll: "Exportar tudo",
     deleteAll: "Apagar tudo",
     deleted: "Conversa apagada.",
@@ -303,6 +306,7 @@ export const STRINGS = {
 
     storageFull:
       "Este navegador não tem mais espaço para conversas. Exporte ou apague algumas; o que você escrever agora se perde quando a página for fechada.",
+    notImported: "Este arquivo não tem conversas exportadas daqui.",
     storageDamaged: "Uma conversa não pôde ser lida e foi posta de lado.",
 
     keySend: "Enviar a mensagem",
