@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,7 +31,7 @@ from lampejo.tokenizer import Tokenizer
 class ChatBody(SamplingBody):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)  # under this name it goes no further
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -150,7 +151,7 @@ class ChatWriter:
 
     def _event(self, answers: Answers, choices: list[dict[str, Any]], **more: Any) -> bytes:
         if self.body.includes_usage:
-            more.setdefault("usage", None)  # OpenAI has it in every chunk of such a stream
+            more.setdefault("usage", answers.usage if self.body.counts_along else None)  # OpenAI: null till the last
         return event({**self._head(answers, "chat.completion.chunk", choices), **more})
 
     def _chunks(self, piece: Piece, steps: list[int]) -> list[dict[str, Any]]:

@@ -129,7 +129,7 @@ class CompletionWriter:
 
     def _event(self, answers: Answers, choices: list[dict[str, Any]], **more: Any) -> bytes:
         if self.body.includes_usage:
-            more.setdefault("usage", None)
+            more.setdefault("usage", self._usage(answers) if self.body.counts_along else None)
         return event({**self._head(answers, choices), **more})
 
     def _usage(self, answers: Answers) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class SamplingBody(Body):
         return self._option("include_usage")
 
     @property
+    def counts_along(self) -> bool:
+        """Whether every chunk tells the usage so far: vLLM's ``continuous_usage_stats``, which benchmarks ask for."""
+        return self.includes_usage and self._option("continuous_usage_stats")
+
+    @property
     def is_traced(self) -> bool:
         """Whether chunks tell each token with its origin: ``lampejo: {"trace": true}``."""
         return self.own("trace", False)
@@ -81,7 +86,7 @@ class SamplingBody(Body):
     def check_stream(self) -> None:
         """``ApiError`` for options of a stream that is none, or that this server does not have."""
         for name in self.stream_options or {}:
-            if name not in ("include_usage", "include_obfuscation"):
+            if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
                 raise refused(f"stream_options.{name}", "this server does not have it. Leave it out.")
         if self._option("include_obfuscation"):
             raise refused("stream_options.include_obfuscation", "this server does not support it. Leave it out.")
