@@ -13,9 +13,10 @@ import pytest
 from fastapi import FastAPI
 
 from lampejo.api import LLM
+from lampejo.errors import UserError
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
-from lampejo.server.service import Service
+from lampejo.server.service import Answers, Service
 from scripted import ids_of, knowing, scripted_llm
 from server_app import ask, chat, model_saying, saying
 
@@ -195,6 +196,30 @@ async def test_a_fatal_error_fails_all_present_and_future_requests_and_the_healt
             health = await client.get("/health")
             assert (health.status_code, health.json()["status"]) == (500, "failed")
             assert service.num_active == 0 and service.idle.is_set()
+
+
+async def test_what_is_wrong_with_one_request_fails_that_one_alone(monkeypatch):
+    """S4, O2: found out while it is decoded, it is the caller's mistake, and the engine goes on."""
+    started: list[Answers] = []
+    start = Service.start
+
+    async def watched(self: Service, job: Any) -> Answers:
+        started.append(await start(self, job))
+        return started[-1]
+
+    monkeypatch.setattr(Service, "start", watched)
+    with model_saying(STORY) as llm, Held(llm) as held:
+        async with served(llm) as (client, service, _):
+            bad = asyncio.create_task(ask(client, chat()))
+            await until(lambda: len(started) == 1)
+            good = asyncio.create_task(ask(client, chat()))
+            started[0]._outbox._queue.put_nowait(UserError("The grammar is too much."))
+            assert (await bad).status_code == 400
+            assert "The grammar is too much." in (await bad).json()["error"]["message"]
+            held.open()
+            assert (await good).json()["choices"][0]["message"]["content"] == STORY
+            assert (await client.get("/health")).status_code == 200
+            await until(lambda: nothing_is_left(llm, service))
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------

@@ -163,6 +163,9 @@ class Answers:
                     for answer in list(running.values()):
                         yield answer.cut()
                     return
+                except UserError as error:  # of this job alone: its grammar, once it was tried, was too much
+                    self._ending = "error"
+                    raise from_user_error(error) from error
                 except Exception as error:  # what ended the engine
                     self._ending = "error"
                     raise self._service.failure(error) from error
