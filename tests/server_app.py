@@ -7,13 +7,18 @@ from typing import Any
 
 import httpx
 
+from lampejo.answer import style_of
 from lampejo.api import LLM
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
 from lampejo.speculate import Drafter
-from scripted import EOS, Target, ids_of, scripted_llm
+from scripted import CHAT, EOS, Target, ids_of, knowing, scripted_llm
 
 MARK = ids_of("assistant:")  # the end of a prompt by ``scripted.CHAT``
+QWEN = CHAT + "{# <tool_call> <think> #}"  # what a template knows is read off its text
+CALLS = """<think>Let me add.</think> Adding.
+<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}</tool_call>
+<tool_call>{"name": "add", "arguments": {}}</tool_call>""".replace("\n", " ")
 
 
 def saying(answer: str) -> Target:
@@ -31,6 +36,13 @@ def saying(answer: str) -> Target:
 
 def model_saying(answer: str, drafters: list[Drafter] | None = None, **config: Any) -> LLM:
     return scripted_llm(saying(answer), drafters or [], **config)
+
+
+def thinking_model(answer: str, **config: Any) -> LLM:
+    """A model whose template knows reasoning and tools, with drafts that are always right."""
+    llm = model_saying(answer, [knowing(ids_of(answer), 16)], **config)
+    llm.chat_template, llm.style = QWEN, style_of(QWEN)
+    return llm
 
 
 @contextlib.asynccontextmanager

@@ -91,6 +91,8 @@ ORDER = [
     "server.sampling_fields",
     "server.chat_job",
     "server.openai_chat",
+    "server.responses",
+    "server.anthropic",
     "server.openai_completions",
     "server.tokens",
     "server.app",

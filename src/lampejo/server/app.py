@@ -9,7 +9,16 @@ from starlette.responses import Response
 
 from lampejo import __version__, web
 from lampejo.api import LLM
-from lampejo.server import metrics, models_info, openai_chat, openai_completions, security, tokens
+from lampejo.server import (
+    anthropic,
+    metrics,
+    models_info,
+    openai_chat,
+    openai_completions,
+    responses,
+    security,
+    tokens,
+)
 from lampejo.server.access_log import CLIENT_GONE, AccessLog
 from lampejo.server.config import ServerConfig
 from lampejo.server.errors import BROKEN, ApiError
@@ -26,6 +35,8 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     names = models_info.ModelName(service)
     app.include_router(openai_chat.routes(service, names))
     app.include_router(openai_completions.routes(service, names))
+    app.include_router(responses.routes(service, names))
+    app.include_router(anthropic.routes(service, names))
     app.include_router(tokens.routes(service, names))
     app.include_router(models_info.routes(service, names))
     app.include_router(metrics.routes(service, names.names[0]))

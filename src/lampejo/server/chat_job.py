@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lampejo.answer import Style
 from lampejo.server.errors import refused
 from lampejo.server.service import Job
 
@@ -19,18 +20,36 @@ class Chat:
     params: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    response_format: Mapping[str, Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def chat_job(chat: Chat) -> Job:
-    """``ApiError`` for messages and tools that no template could render."""
+def chat_job(chat: Chat, style: Style) -> Job:
+    """style: how the model writes calls. ``ApiError`` for messages and tools that no template could render, for choices
+    and formats that cannot be enforced."""
     template_kwargs = dict(chat.template_kwargs)
-    if chat.tools:
-        template_kwargs["tools"] = [_tool(tool, i) for i, tool in enumerate(chat.tools)]
+    tools = [_tool(tool, i) for i, tool in enumerate(chat.tools)]
+    if chat.tool_choice == "none":
+        tools = []
+    if tools:
+        if style.tools is None:
+            raise refused("tools", "this model's chat template knows no tools. Leave them out.")
+        template_kwargs["tools"] = tools
     messages = [_message(message, i) for i, message in enumerate(chat.messages)]
     params = {**chat.params, "chat_template_kwargs": template_kwargs}
-    return Job([messages], params, chat.n, chat.tools, chat.fields)
+    _check_unconstrained(chat)
+    return Job([messages], params, chat.n, tools, chat.fields)
+
+
+def _check_unconstrained(chat: Chat) -> None:
+    kind = (chat.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise refused("response_format", f"{kind!r} is not supported yet.")
+    if chat.tool_choice not in (None, "auto", "none"):
+        raise refused("tool_choice", "only auto and none are supported yet.")
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:

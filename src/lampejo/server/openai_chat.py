@@ -71,8 +71,17 @@ class ChatBody(SamplingBody):
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        return Chat(self.messages, params, self.answers, tools, kwargs, self.model_dump())
+        return Chat(
+            self.messages,
+            params,
+            self.answers,
+            self.tools or [],
+            self.tool_choice,
+            self.parallel_tool_calls is not False,
+            self.response_format,
+            kwargs,
+            self.model_dump(),
+        )
 
 
 def routes(service: Service, names: ModelName) -> APIRouter:
@@ -85,7 +94,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         body = await read(request, ChatBody, service.config.max_body_bytes)
         name = names.check(body.model)
         body.check_stream()
-        job = chat_job(body.chat())
+        job = chat_job(body.chat(), service.style)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "model": name, "system_fingerprint": system_fingerprint}
         writer = ChatWriter(service.llm.tokenizer, body, head)
         if body.stream:

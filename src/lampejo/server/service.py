@@ -224,10 +224,6 @@ class Service:
             raise refused(
                 "n" if job.n > 1 else "prompt", f"{num_requests} answers at once; 1 to {MAX_REQUESTS} can be."
             )
-        if job.tools and self.style.tools is None:
-            raise refused(
-                "tools", "this model's chat template knows no tools. Leave them out."
-            )
         arrived_at = time.perf_counter()
         self._let_in()
         self._enter(num_requests)

@@ -44,7 +44,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
             assert text is not None
             return llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens) if text else []
         kwargs = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
-        job = chat_job(Chat(body.messages, tools=body.tools or (), template_kwargs=kwargs))
+        job = chat_job(Chat(body.messages, tools=body.tools or (), template_kwargs=kwargs), service.style)
         return llm.encode(job.prompts[0], **job.params["chat_template_kwargs"])
 
     @router.post("/tokenize", tags=["server"], openapi_extra=schema_of(TokenizeBody))
