@@ -149,11 +149,11 @@ def test_which_ids_end_an_answer_and_which_are_hidden_below_min_tokens():
     assert end_ids(plain, [EOS, 2]) == (7, EOS, 2)
     assert end_ids(request_of(stops=own), [EOS, 2]) == (7,)
     request = request_of(stops=StopParams(min_tokens=3))
-    assert hidden_ids(request, 5, [EOS]) == [(EOS,), (EOS,), (EOS,), (), ()]
+    assert hidden_ids(request, [None] * 5, [EOS]) == [(EOS,), (EOS,), (EOS,), (), ()]
     commit(request, [20, 21])
-    assert hidden_ids(request, 3, [EOS]) == [(EOS,), (), ()]
+    assert hidden_ids(request, [None] * 3, [EOS]) == [(EOS,), (), ()]
     commit(request, [22])
-    assert hidden_ids(request, 3, [EOS]) == [(), (), ()]
+    assert hidden_ids(request, [None] * 3, [EOS]) == [(), (), ()]
 
 
 def test_statistics_count_only_steps_with_drafts_and_only_committed_tokens():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lampejo.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Chunk", "Completion", "EngineConfig", "SamplingParams", "StopParams", "UserError", "load"]
+__all__ = ["LLM", "Chunk", "Completion", "EngineConfig", "Grammar", "SamplingParams", "StopParams", "UserError", "load"]
 
 _MODULES = {
     "LLM": "api",
@@ -27,6 +27,7 @@ _MODULES = {
     "Completion": "api",
     "load": "api",
     "EngineConfig": "config",
+    "Grammar": "grammar",
     "UserError": "errors",
     "StopParams": "request",
     "SamplingParams": "sampling",

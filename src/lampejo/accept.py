@@ -38,6 +38,7 @@ class VerifyRow:
     history: History
     hidden_ids: Sequence[Sequence[int]]  # per position: ids that must not be chosen there (EOS below min_tokens)
     typical: float | None = None  # threshold of typical acceptance; None: lossless
+    masks: Sequence[torch.Tensor | None] = ()  # per position, or none at all: which ids [V] its guide allows there
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _own_choices(logits: torch.Tensor, row: VerifyRow) -> tuple[list[int], list[
     takes them all at once.
     """
     n = len(row.drafts) + 1
-    scores = process_logits(logits, row.params, row.history, row.drafts, row.hidden_ids)
+    scores = process_logits(logits, row.params, row.history, row.drafts, row.hidden_ids, row.masks)
     tile = 1 if logits.device.type == "cpu" else n
     own: list[int] = []
     inexact: list[int] = []
@@ -121,7 +122,8 @@ def _take_typical(own: list[int], scores: torch.Tensor, row: VerifyRow, part: ra
 
 def _is_plain_greedy(row: VerifyRow) -> bool:
     params = row.params
-    return params.temperature == 0 and not (params.has_penalties or params.logit_bias or any(row.hidden_ids))
+    changes = params.has_penalties or params.logit_bias or any(row.hidden_ids) or row.masks
+    return params.temperature == 0 and not changes
 
 
 def token_logprobs(logits: torch.Tensor, ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from lampejo.accept import TokenLogprobs
+from lampejo.answer import Start, start_of, style_of
 from lampejo.chat import render_chat
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.errors import UserError
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
+from lampejo.grammar import Grammar, Grammars
+from lampejo.guide import Guide
 from lampejo.loader import Loaded, load_model
 from lampejo.request import Request, StopParams, TokenDelta
 from lampejo.sampling import SamplingParams, check_number
@@ -118,7 +121,7 @@ class LLM:
 
     A prompt is text or a list of token ids, taken as it is, or a list of ``{"role", "content"}`` messages, which goes
     through the model's chat template. Keyword arguments are the fields of ``SamplingParams`` and ``StopParams``, and
-    ``chat_template_kwargs``; what is not given comes from the model's ``generation_config.json``.
+    those of ``make_request``; what is not given comes from the model's ``generation_config.json``.
     """
 
     def __init__(self, loaded: Loaded, config: EngineConfig) -> None:
@@ -130,6 +133,8 @@ class LLM:
         self.max_context = config.max_context or 0
         self.engine = Engine(loaded.runner, loaded.speculator, config, loaded.eos_ids)
         self._vocab_size = loaded.runner.target.config.vocab_size
+        self.style = style_of(loaded.chat_template)
+        self._grammars = Grammars(loaded.tokenizer, self._vocab_size, loaded.eos_ids)
         self._ids = itertools.count()
         self.frontend = Frontend(self.engine)  # for those who submit requests themselves
         # Whoever drops the model frees it. The end of the process is the frontend's own matter.
@@ -182,10 +187,16 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         drafts: bool = True,
         prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        thinking_budget: int | None = None,
         **params: Any,
     ) -> Request:
-        """Checks everything about a request before any work; ``UserError`` names what is wrong. ``drafts`` False: it is
-        decoded plainly. ``prompt_logprobs``: how many alternatives to tell beside each token of the prompt."""
+        """Checks everything about a request before any work; ``UserError`` names what is wrong.
+
+        drafts False: it is decoded plainly. prompt_logprobs: how many alternatives to tell beside each token of the
+        prompt. grammar: what the answer has to look like, after its reasoning. thinking_budget: tokens of reasoning
+        after which its end is written for the model.
+        """
         unknown = [name for name in params if name not in _SAMPLING_NAMES + _STOP_NAMES]
         if unknown:
             known = ", ".join(_SAMPLING_NAMES + _STOP_NAMES)
@@ -218,7 +229,14 @@ class LLM:
         if prompt_logprobs is not None:
             check_number("prompt_logprobs", prompt_logprobs, 0, 20, whole=True)
         return Request(
-            next(self._ids), prompt_ids, sampling, stops, text, drafts=drafts, prompt_logprobs=prompt_logprobs
+            next(self._ids),
+            prompt_ids,
+            sampling,
+            stops,
+            text,
+            drafts=drafts,
+            prompt_logprobs=prompt_logprobs,
+            guide=self._guide(self.answer_start(prompt_ids, not continued), grammar, thinking_budget),
         )
 
     def another(self, request: Request, seed: int | None) -> Request:
@@ -233,7 +251,23 @@ class LLM:
             request.text.fresh(),
             drafts=request.drafts,
             prompt_logprobs=request.prompt_logprobs,
+            guide=request.guide.fresh() if request.guide else None,
         )
+
+    def answer_start(self, prompt_ids: Sequence[int], is_chat: bool = True) -> Start:
+        """Whether the answer to a prompt begins with reasoning; one to a raw prompt only where the prompt says so."""
+        end = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
+        start = start_of(end, self.style)
+        return start if is_chat or start == "open" else "closed"
+
+    def _guide(self, start: Start, grammar: Grammar | None, thinking_budget: int | None) -> Guide | None:
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise UserError(f"grammar must be a Grammar, not {grammar!r}.", "Make one with Grammar.json_schema(...).")
+        if thinking_budget is not None:
+            check_number("thinking_budget", thinking_budget, 0, 2**31, whole=True)
+        if grammar is None and (thinking_budget is None or start == "closed"):
+            return None
+        return self._grammars.guide(start, grammar, thinking_budget)
 
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
         """Prompt ids of text or token ids (as they are) or messages (through the chat template)."""

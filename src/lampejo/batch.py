@@ -44,6 +44,7 @@ def make_batch(
         segments.append(Segment(len(ids), len(tokens), first, request.pages))
         span = range(first, first + len(tokens))
         if row.wants_logits:
+            masks = request.guide.masks(draft) if request.guide else []
             end = len(ids) + len(tokens)
             logit_index += range(end - len(draft) - 1, end)
             verify_rows.append(
@@ -53,8 +54,9 @@ def make_batch(
                     params=request.sampling,
                     seed=request.seed,
                     history=request.history,
-                    hidden_ids=hidden_ids(request, len(draft) + 1, eos_ids),
+                    hidden_ids=hidden_ids(request, masks or [None] * (len(draft) + 1), eos_ids),
                     typical=request.typical,
+                    masks=masks,
                 )
             )
         ids += tokens

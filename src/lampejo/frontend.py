@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from lampejo.engine import Engine
+from lampejo.errors import UserError
 from lampejo.request import Request, TokenDelta
 
 Item = TokenDelta | BaseException
@@ -151,7 +152,7 @@ class Frontend:
                     command()
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
-        self._put([(self._outboxes[d.request.id], d) for d in deltas])
+        self._put([(self._outboxes[d.request.id], _failure(d) or d) for d in deltas])
         for delta in deltas:
             if delta.finish_reason:
                 self._outboxes.pop(delta.request.id, None)
@@ -171,6 +172,13 @@ class Frontend:
                 for _, item in batch:
                     if isinstance(item, TokenDelta):
                         self._abort(item.request)
+
+
+def _failure(delta: TokenDelta) -> BaseException | None:
+    """What ends one request alone."""
+    if delta.finish_reason != "error" or delta.request.guide is None:
+        return None
+    return UserError(f"The answer cannot go on by its grammar: {delta.request.guide.error}.", "Simplify the grammar.")
 
 
 _alive: weakref.WeakSet[Frontend] = weakref.WeakSet()

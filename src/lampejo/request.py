@@ -13,15 +13,19 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Protocol
 
+import torch
+
 from lampejo.accept import TokenLogprobs, Verdict
 from lampejo.errors import UserError
+from lampejo.guide import Guide
 from lampejo.sampling import History, SamplingParams, check_number
 from lampejo.states import RowState
 
 
 @dataclass(frozen=True)
 class StopParams:
-    """When an answer ends. max_tokens None means: at the context limit. min_tokens masks EOS and stop ids below it."""
+    """When an answer ends. max_tokens None means: at the context limit. min_tokens masks EOS and stop ids below it; a
+    grammar that is at its end ends the answer all the same."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -125,6 +129,7 @@ class Request:
     drafts: bool = True  # False: decoded plainly, whatever drafters there are
     prompt_logprobs: int | None = None  # how many alternatives to tell beside each token of the prompt; None: nothing
     typical: float | None = None  # threshold of typical acceptance; None: lossless
+    guide: Guide | None = None  # its grammar and thinking budget
 
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list, init=False)
@@ -181,23 +186,34 @@ def end_ids(request: Request, eos_ids: Sequence[int]) -> tuple[int, ...]:
     return request.stops.stop_token_ids + (() if request.stops.ignore_eos else tuple(eos_ids))
 
 
-def hidden_ids(request: Request, num_positions: int, eos_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """Per verify position: the ids that min_tokens masks there."""
+def hidden_ids(request: Request, masks: Sequence[torch.Tensor | None], eos_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per verify position: the ids that min_tokens hides there. ``masks``: of the request's guide, one per position;
+    where it allows nothing else, nothing is hidden."""
     missing = request.stops.min_tokens - request.num_output
     if missing <= 0:
-        return [()] * num_positions
+        return [()] * len(masks)
     ends = request.stops.stop_token_ids + tuple(eos_ids)
-    return [ends if j < missing else () for j in range(num_positions)]
+    return [ends if j < missing and not _is_end_only(mask, ends) else () for j, mask in enumerate(masks)]
+
+
+def _is_end_only(mask: torch.Tensor | None, ends: Sequence[int]) -> bool:
+    return mask is not None and int(mask.sum()) == int(mask[list(ends)].sum())
 
 
 def advance(
     request: Request, verdict: Verdict, drafter_name: str, num_drafted: int, eos_ids: Sequence[int], max_context: int
 ) -> TokenDelta:
-    """Commits a verified block, cut at the first end: EOS or stop id, stop string, max_tokens, context limit.
+    """Commits a verified block, cut at the first end: EOS or stop id, stop string, grammar, max_tokens, context limit.
 
-    Everything of the request is cut there: ids, text, log probabilities, penalty counts, statistics and, through
-    ``num_computed``, what later steps see of the caches. EOS exactly at the cap is "stop".
+    Everything of the request is cut there: ids, text, log probabilities, penalty counts, grammar, statistics and,
+    through ``num_computed``, what later steps see of the caches. EOS exactly at the cap is "stop". "error": the guide
+    allowed nothing here, so that nothing is committed.
     """
+    guide = request.guide
+    if guide is not None and guide.error is not None:
+        request.finish_reason = "error"
+        request.num_computed = len(request.ids)
+        return TokenDelta(request, [], [], [], "", "error")
     ends = end_ids(request, eos_ids)
     limit = max_context - request.num_prompt
     if request.stops.max_tokens is not None:
@@ -211,8 +227,9 @@ def advance(
             request.history.output[token_id] += 1
         if verdict.logprobs:
             request.logprobs.append(verdict.logprobs[j])
-        if token_id in ends or (request.text is not None and request.text.push(token_id)):
-            request.finish_reason = "stop"
+        grammar_ends = guide is not None and guide.push(token_id)
+        if token_id in ends or (request.text is not None and request.text.push(token_id)) or grammar_ends:
+            request.finish_reason = "error" if guide is not None and guide.error else "stop"
         elif request.num_output >= limit:
             request.finish_reason = "length"
         if request.finish_reason:

@@ -6,7 +6,8 @@ on nothing but (seed, p, token id), so it does not matter in which step, at whic
 chosen.
 A drafter that uses the same noise is coupled to the target (Daliri, Musco, Suresh, arXiv 2408.07978).
 
-Order of the logit processors: penalties, logit bias, min_tokens mask, temperature, top_k, top_p, min_p, noise.
+Order of the logit processors: penalties, logit bias, masks (min_tokens, grammar), temperature, top_k, top_p, min_p,
+noise.
 Shape legend: N verify positions of one row, V vocabulary.
 """
 
@@ -136,13 +137,15 @@ def process_logits(
     history: History,
     drafts: Sequence[int],
     hidden_ids: Sequence[Sequence[int]],
+    masks: Sequence[torch.Tensor | None] = (),
 ) -> torch.Tensor:
     """Applies penalties, bias and masks to one row's verify positions.
 
     logits [N, V] with N = len(drafts) + 1 -> [N, V], a copy if anything changes. Position j counts ``drafts[:j]`` as
-    already answered: wherever j's token matters, those drafts were accepted. ``hidden_ids[j]`` must not be chosen at j.
+    already answered: wherever j's token matters, those drafts were accepted. ``hidden_ids[j]`` must not be chosen at j,
+    and nothing else than ``masks[j]`` [V] allows there, if there is one.
     """
-    if not (params.has_penalties or params.logit_bias or any(hidden_ids)):
+    if not (params.has_penalties or params.logit_bias or any(hidden_ids) or masks):
         return logits
     logits = logits.clone()
     if params.has_penalties:
@@ -153,6 +156,9 @@ def process_logits(
     for j, ids_at_j in enumerate(hidden_ids):
         if ids_at_j:
             logits[j, list(ids_at_j)] = -math.inf
+    for j, mask in enumerate(masks):
+        if mask is not None:
+            logits[j].masked_fill_(~mask.to(logits.device), -math.inf)
     return logits
 
 

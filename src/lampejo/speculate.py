@@ -149,6 +149,7 @@ class Speculator:
         self.drafters = [] if controller.fixed == 0 else list(drafters)
         self.controller = controller
         self._chosen: dict[int, Drafter] = {}  # by request id: who drafts for it in this step
+        self._num_proposed: dict[int, int] = {}  # by request id, in this step, refused by its guide or not
         self._draft_seconds: dict[str, float] = {}
 
     def widths(self, requests: Sequence[Request]) -> list[int]:
@@ -168,9 +169,9 @@ class Speculator:
         return self.controller.widths(offers)
 
     def draft(self, plan: Sequence[ScheduledRow]) -> list[list[int]]:
-        """Drafts for each row of the plan, ragged, maybe none."""
+        """Drafts for each row of the plan, ragged, maybe none; cut before what the request's guide refuses."""
         drafts: list[list[int]] = [[] for _ in plan]
-        self._draft_seconds = {}
+        self._draft_seconds, self._num_proposed = {}, {}
         for drafter in self.drafters:
             mine = [i for i, row in enumerate(plan) if row.width and self._chosen[row.request.id] is drafter]
             if not mine:
@@ -180,7 +181,8 @@ class Speculator:
             self._draft_seconds[drafter.name] = time.perf_counter() - started
             for i, proposal in zip(mine, proposals, strict=True):
                 assert len(proposal) <= plan[i].width
-                drafts[i] = proposal
+                guide, self._num_proposed[plan[i].request.id] = plan[i].request.guide, len(proposal)
+                drafts[i] = guide.cut(proposal) if guide else proposal
         return drafts
 
     def drafter_of(self, request: Request) -> str:
@@ -205,9 +207,9 @@ class Speculator:
         num_decoding = len(batch.rows) + sum(map(len, batch.drafts))
         if len(verdicts) == len(batch.rows) and len(batch.ids) == num_decoding:
             results = [
-                RowResult(row.request.id, self.drafter_of(row.request), len(draft), verdict.num_accepted)
-                for row, draft, verdict in zip(batch.rows, batch.drafts, verdicts, strict=True)
-                if draft
+                RowResult(row.request.id, self.drafter_of(row.request), num_proposed, verdict.num_accepted)
+                for row, verdict in zip(batch.rows, verdicts, strict=True)
+                if (num_proposed := self._num_proposed.get(row.request.id))
             ]
             self.controller.observe_step(len(batch.ids), seconds, self._draft_seconds, results)
 

@@ -1,0 +1,338 @@
+"""What an answer has to look like: JSON, a schema, a regular expression, a grammar, tool calls.
+
+``Grammar`` says it in the words of llguidance (its Lark dialect: docs/syntax.md of that project), ``Grammars`` compiles
+it for a model's vocabulary, and ``guide.Guide`` follows one answer. Where the model reasons first, the grammar applies
+to what comes after; that the reasoning may come and has to end is a part of what is compiled.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from lampejo.answer import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Start, Style
+from lampejo.errors import UserError
+from lampejo.guide import Guide, Vocabulary
+from lampejo.tokenizer import Tokenizer
+
+MAX_CHARS = 200_000  # of a grammar; llguidance compiles recursively, and what is longer could outgrow the stack
+MAX_COMPILED = 32  # grammars that are kept, the latest used; each knows the lexer states that it has met
+_STACK = 512 << 20  # bytes, of address space alone until they are used
+# Between the tokens of JSON. Bounded, because small models are fond of going on with white space.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_STACK_LOCK = threading.Lock()  # the size is that of all threads that are started meanwhile
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Made by the functions below; ``UserError`` for what they cannot express. about: the field of a request that it
+    stands in, for errors; body: one of llguidance's grammars, as JSON."""
+
+    about: str
+    body: str
+
+    @staticmethod
+    def json_object() -> "Grammar":
+        """Any JSON object."""
+        return Grammar.json_schema({"type": "object"})
+
+    @staticmethod
+    def json_schema(schema: Mapping[str, Any] | bool, about: str = "response_format") -> "Grammar":
+        """JSON that a JSON Schema describes; what of the schema cannot be enforced is an error when it is compiled."""
+        if not isinstance(schema, Mapping | bool):
+            raise UserError(f"{about} needs a JSON schema, not {schema!r}.", 'For example {"type": "object"}.')
+        return _grammar(about, {"json_schema": _with_options(schema)})
+
+    @staticmethod
+    def regex(pattern: str, about: str = "response_format") -> "Grammar":
+        """Text that matches as a whole, in the syntax of Rust's regex crate: no look-around, no references back."""
+        if not isinstance(pattern, str) or not pattern:
+            raise UserError(f"{about} needs a regular expression, not {pattern!r}.", 'For example "[0-9]+".')
+        escaped = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+        return _grammar(about, {"lark_grammar": escaped})
+
+    @staticmethod
+    def lark(rules: str, about: str = "response_format") -> "Grammar":
+        """A context-free grammar with the rule ``start``."""
+        if not isinstance(rules, str) or not rules.strip():
+            raise UserError(f"{about} needs a grammar, not {rules!r}.", 'For example: start: "yes" | "no"')
+        return _grammar(about, {"lark_grammar": rules})
+
+    @staticmethod
+    def for_response_format(value: Mapping[str, Any] | None) -> "Grammar | None":
+        """OpenAI's ``response_format`` (or the ``text.format`` of its Responses), with two types more: ``{"type":
+        "regex", "pattern": ...}`` and ``{"type": "grammar", "grammar": ...}``. None where it asks for nothing."""
+        if value is None:
+            return None
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return Grammar.json_object()
+        if kind == "json_schema":
+            told = value.get("json_schema", value)
+            schema = told.get("schema") if isinstance(told, Mapping) else None
+            if schema is None:
+                raise UserError("response_format of type json_schema has no schema.", "Give it as json_schema.schema.")
+            return Grammar.json_schema(schema)
+        if kind == "regex":
+            return Grammar.regex(value.get("pattern", ""))
+        if kind == "grammar":
+            return Grammar.lark(value.get("grammar", ""))
+        raise UserError(
+            f"response_format has the type {kind!r}.", "There are text, json_object, json_schema, regex and grammar."
+        )
+
+    @staticmethod
+    def for_tools(
+        tools: Sequence[Mapping[str, Any]], tool_choice: Any, parallel: bool, style: Style
+    ) -> "Grammar | None":
+        """OpenAI's ``tool_choice`` over tools in its shape, in the model's style; None where it asks for nothing.
+
+        "required" and a named function: nothing but calls, with arguments by their schemas. "auto": calls, if any come,
+        by the schemas where a function is ``strict``. ``parallel`` False: at most one.
+        """
+        functions = [tool["function"] for tool in tools]
+        named = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+        if named is not None:
+            name = named.get("name") if isinstance(named, Mapping) else None
+            functions = [function for function in functions if function["name"] == name]
+            if not functions:
+                raise UserError(f"tool_choice names the function {name!r}, which is not among the tools.")
+        elif tool_choice in (None, "auto"):
+            if parallel and not any(function.get("strict") for function in functions):
+                return None
+        elif tool_choice == "none":
+            return None
+        elif tool_choice != "required":
+            raise UserError(
+                f"tool_choice is {tool_choice!r}.", 'It is "auto", "none", "required", or names a function.'
+            )
+        if not functions:
+            if tool_choice == "required":
+                raise UserError('tool_choice is "required", but there are no tools.')
+            return None
+        if style.tools is None:
+            raise UserError("tools are not known to this model's chat template.", "Use a model that can call tools.")
+        rules = _ToolRules(style)
+        calls = " | ".join(rules.call(function) for function in functions)
+        free = named is None and tool_choice != "required"
+        if free:
+            # The first of these lexemes to match wins, so that text goes on to the tag, and not over it.
+            start = "(lead body)* text" if parallel else "lead body | text"
+            rules.add("lead[lazy]", rf"/(.|\n)*{TOOL_CALL}/")
+            rules.add("text", r"/(.|\n)*/")
+        else:
+            rules.add("lead", _quoted(TOOL_CALL))
+            start = r"lead body (/\n?/ lead body)*" if parallel and named is None else "lead body"
+        rules.add("body", f"({calls}) {_quoted(END_TOOL_CALL)}")
+        return _grammar("tools", {"lark_grammar": "\n".join([f"start: {start}", *rules.lines])})
+
+
+def _grammar(about: str, body: Mapping[str, Any]) -> Grammar:
+    try:
+        return Grammar(about, json.dumps(body))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{about} is not JSON: {error}.") from None
+
+
+def _quoted(text: str) -> str:
+    """As a string of Lark, which are JSON's."""
+    return json.dumps(text)
+
+
+def _with_options(schema: Mapping[str, Any] | bool, lenient: bool = False) -> Mapping[str, Any] | bool:
+    """lenient: what of the schema cannot be enforced is let be."""
+    return {**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": lenient}} if isinstance(schema, Mapping) else schema
+
+
+class _ToolRules:
+    """Lark rules for what stands between ``<tool_call>`` and ``</tool_call>``."""
+
+    def __init__(self, style: Style) -> None:
+        self.lines: list[str] = []
+        self._write = self._xml if style.tools == "xml" else self._json
+
+    def add(self, name: str, rule: str) -> None:
+        self.lines.append(f"{name}: {rule}")
+
+    def call(self, function: Mapping[str, Any]) -> str:
+        """The name of a rule for calls of one function."""
+        name = f"call_{len(self.lines)}"
+        schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+        self.add(name, self._write(function["name"], schema, not function.get("strict")))
+        return name
+
+    def _json(self, name: str, schema: Mapping[str, Any], lenient: bool) -> str:
+        head = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        return f"{_quoted(head)} {self._value(schema, lenient)} {_quoted('}' + chr(10))}"
+
+    def _value(self, schema: Mapping[str, Any], lenient: bool) -> str:
+        """A rule of its own, whose schema is the root of its references."""
+        name = f"value_{len(self.lines)}"
+        self.add(name, f"%json {json.dumps(_with_options(schema, lenient))}")
+        return name
+
+    def _xml(self, name: str, schema: Mapping[str, Any], lenient: bool) -> str:
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        if not isinstance(properties, Mapping):
+            raise UserError(f"tools have a schema for {name} whose properties are no object.")
+        root = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        parts = []
+        for parameter, told in properties.items():
+            value = self._parameter(f"{name}.{parameter}", told, root, lenient)
+            head = _quoted(f"<parameter={parameter}>\n")
+            parts.append(f"{head} {value} {_quoted(chr(10))}" + ("" if parameter in required else ")?"))
+            if parameter not in required:
+                parts[-1] = "(" + parts[-1]
+        if not properties and schema.get("additionalProperties", True) is not False:
+            parts.append(rf'("<parameter=" /[^<>\n]+/ ">\n" {self._text()} "\n")*')
+        head, end = _quoted(f"\n<function={name}>\n"), _quoted("</function>\n")
+        return f"{head} {' '.join(parts)} {end}"
+
+    def _parameter(self, name: str, schema: Any, root: Mapping[str, Any], lenient: bool) -> str:
+        """A value and its closing tag. Strings stand there as they are, everything else as JSON."""
+        end = _quoted("\n</parameter>")
+        schema = schema if isinstance(schema, Mapping) else {}
+        values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+        if isinstance(values, list) and all(isinstance(value, str) for value in values):
+            return f"({' | '.join(map(_quoted, values))}) {end}"
+        kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref"} else None)
+        if kinds != "string":
+            return f"{self._value({**root, **schema}, lenient)} {end}"
+        bounds = sorted(schema.keys() & {"pattern", "format", "minLength", "maxLength"})
+        if bounds and not lenient:
+            raise UserError(f"tools have {bounds[0]} for {name}, which cannot be enforced in this model's calls.")
+        return self._text()
+
+    def _text(self) -> str:
+        """Up to the first closing tag, which ends it for whoever reads the call."""
+        name = f"text_{len(self.lines)}"
+        self.add(f"{name}[lazy]", r"/(.|\n)*<\/parameter>/")
+        return name
+
+
+class Grammars:
+    """Compiles grammars for one model. Its methods may be called from any thread but an event loop's: the first grammar
+    takes the time to index the vocabulary, about a second for 150,000 tokens, each new one some milliseconds."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        end_thinking = tokenizer.encode(f"\n{END_THINK}\n\n", add_special_tokens=False)
+        self._vocabulary = Vocabulary(vocab_size, tokenizer.piece, tuple(eos_ids), end_thinking)
+        self._indexed: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def guide(self, start: Start, grammar: Grammar | None = None, budget: int | None = None) -> Guide:
+        """For one answer. ``UserError`` if the grammar is not supported, or nothing matches it."""
+        if budget is not None and END_THINK not in self._tokenizer.decode(self._vocabulary.end_thinking):
+            raise UserError(f"thinking_budget has no use: {END_THINK} cannot be written with this model's tokens.")
+        return Guide(self._vocabulary, start, self._matcher(grammar, start) if grammar else None, budget)
+
+    def _matcher(self, grammar: Grammar, start: Start) -> LLMatcher:
+        if start != "closed":
+            self._matcher(grammar, "closed")  # what is wrong with it shows there
+        text = _with_reasoning(grammar, start)
+        with self._lock:
+            if self._indexed is None:
+                self._indexed = self._index()
+            if (found := self._compiled.get(text)) is not None:
+                self._compiled.move_to_end(text)
+                return found
+        if len(text) > MAX_CHARS:
+            raise UserError(f"{grammar.about} is a grammar of {len(text)} characters; {MAX_CHARS} are supported.")
+        indexed = self._indexed
+        matcher = _with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=_LIMITS))
+        if matcher.is_error():
+            raise UserError(f"{grammar.about} cannot be enforced: {_first_lines(matcher.get_error())}")
+        probe = Guide(self._vocabulary, "closed", matcher)
+        probe.masks([])
+        if probe.error is not None:
+            raise UserError(f"{grammar.about} cannot be enforced: nothing that this model can write matches it.")
+        with self._lock:
+            self._compiled[text] = matcher
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _index(self) -> LLTokenizer:
+        if not self._vocabulary.eos_ids:
+            raise UserError("A grammar needs a token that ends the answer, and this model has none.")
+        pieces: Any = _Pieces(
+            self._tokenizer, self._vocabulary
+        )  # what it takes is told by its attributes, not its class
+        return LLTokenizer(pieces, eos_token=list(self._vocabulary.eos_ids))
+
+
+class _Pieces:
+    """A tokenizer as llguidance reads it. Ids that have no text are special, and no grammar allows them."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        self._tokenizer = tokenizer
+        size = vocabulary.size
+        pieces = [tokenizer.token_text(i).bytes for i in range(min(size, tokenizer.vocab_size))]
+        self.special_token_ids = [
+            i for i in range(size) if i in tokenizer.special_ids or i >= len(pieces) or not pieces[i]
+        ]
+        self.tokens = [*pieces, *(b"<[none]>" for _ in range(size - len(pieces)))]
+        self.eos_token_id = vocabulary.eos_ids[0]
+        special = frozenset(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens with exactly these bytes, for what a grammar leaves no choice about: as the model's tokenizer would
+        write it or, where that adds or loses something (a space before the first word), the longest first."""
+        raw = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(raw.decode(errors="replace"), add_special_tokens=False)
+        if b"".join(self.tokens[i] for i in ids) == raw:
+            return ids
+        ids, start = [], 0
+        while start < len(raw):
+            sizes = range(min(self._longest, len(raw) - start), 0, -1)
+            size = next((size for size in sizes if raw[start : start + size] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[raw[start : start + size]])
+            start += size
+        return ids
+
+
+def _with_reasoning(grammar: Grammar, start: Start) -> str:
+    """What llguidance compiles."""
+    body = json.loads(grammar.body)
+    if start == "closed":
+        return json.dumps({"grammars": [body]})
+    thoughts = r"thoughts /\s*/"
+    if start == "maybe":
+        thoughts = f"({_quoted(THINK)} {thoughts})?"
+    rules = f"start: {thoughts} @answer\nthoughts[suffix={_quoted(END_THINK)}]: /(.|\\n)*/"
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", **body}]})
+
+
+def _with_large_stack(work: Callable[[], _Result]) -> _Result:
+    results: list[_Result] = []
+    thread = threading.Thread(target=lambda: results.append(work()), name="lampejo-grammar")
+    with _STACK_LOCK:
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return results[0]
+
+
+def _first_lines(text: str) -> str:
+    """An error in one line, without the grammar that it quotes."""
+    return " ".join(line.strip() for line in text.strip().splitlines()[:3])[:300]
