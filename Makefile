@@ -25,7 +25,7 @@ test: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_cli.py
