@@ -12,7 +12,7 @@ from lampejo.api import LLM
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
 from lampejo.speculate import Drafter
-from scripted import CHAT, EOS, Target, ids_of, knowing, scripted_llm
+from scripted import CHAT, EOS, Target, ids_of, knowing, make_tokenizer, scripted_llm
 
 MARK = ids_of("assistant:")  # the end of a prompt by ``scripted.CHAT``
 QWEN = CHAT + "{# <tool_call> <think> #}"  # what a template knows is read off its text
@@ -38,10 +38,11 @@ def model_saying(answer: str, drafters: list[Drafter] | None = None, **config: A
     return scripted_llm(saying(answer), drafters or [], **config)
 
 
-def thinking_model(answer: str, **config: Any) -> LLM:
-    """A model whose template knows reasoning and tools, with drafts that are always right."""
-    llm = model_saying(answer, [knowing(ids_of(answer), 16)], **config)
-    llm.chat_template, llm.style = QWEN, style_of(QWEN)
+def thinking_model(answer: str, template: str = QWEN, **config: Any) -> LLM:
+    """A model whose template knows reasoning and tools (or what ``template`` names of them), with drafts that are always
+    right. It can write line ends."""
+    llm = model_saying(answer, [knowing(ids_of(answer), 16)], tokenizer=make_tokenizer("\n"), **config)
+    llm.chat_template, llm.style = template, style_of(template)
     return llm
 
 

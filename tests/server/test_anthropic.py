@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lampejo.server.anthropic import MessagesBody
+from scripted import CHAT
 from server_app import CALLS, ask, client_of, events, thinking_model
 
 PATH = "/v1/messages"
@@ -138,6 +139,37 @@ async def test_thinking_can_be_left_out_of_the_answer():
     assert "Let me add" not in json.dumps(whole)
 
 
+async def test_a_thinking_budget_ends_the_reasoning():
+    """Fault: budget_tokens accepted and ignored."""
+    answer = f"<think>{'Hm. ' * 40}</think> Done."
+    with thinking_model(answer) as llm:
+        async with client_of(llm) as client:
+            for budget in (20, 50):
+                asked = body(thinking={"type": "enabled", "budget_tokens": budget}, max_tokens=300)
+                message = (await ask(client, asked, PATH)).json()
+                num_thinking = message["usage"]["output_tokens_details"]["thinking_tokens"]
+                assert budget <= num_thinking <= budget + len("\n</think>\n\n")
+                assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+
+
+ENUM = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+async def test_a_tool_is_called_where_the_choice_says_so(choice):
+    """Fault: tool_choice accepted and ignored. The model would say something else."""
+    choice = {**choice, "disable_parallel_tool_use": True}
+    tools = [{"name": "add", "input_schema": ENUM}]
+    with thinking_model("No.", CHAT + "{# <tool_call> #}") as llm:
+        async with client_of(llm) as client:
+            asked = body(tools=tools, tool_choice=choice, temperature=0)
+            message = (await ask(client, asked, PATH)).json()
+            none = (await ask(client, {**asked, "tool_choice": {"type": "none"}}, PATH)).json()
+    assert message["stop_reason"] == "tool_use"
+    assert [(block["name"], block["input"]) for block in message["content"]] == [("add", {"a": 1})]
+    assert none["content"] == [{"type": "text", "text": "No."}]
+
+
 async def test_an_answer_cut_inside_a_call_ends_all_the_same():
     """Fault: half a call's arguments parsed as JSON."""
     answer = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -194,6 +226,17 @@ async def test_system_blocks_turns_and_results_reach_the_template(monkeypatch):
     assert kwargs["tools"] == [{"type": "function", "function": told_tool}]
 
 
+async def test_the_line_for_anthropics_accounts_does_not_spoil_the_cache():
+    """Fault: Claude Code's first line has a hash of the request, so that every prompt is computed anew."""
+    with thinking_model("x", page_size=16) as llm:
+        async with client_of(llm) as client:
+            for number in range(2):
+                line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={number};"
+                system = [{"type": "text", "text": line}, {"type": "text", "text": "Be helpful. " * 20}]
+                usage = (await ask(client, body(system=system), PATH)).json()["usage"]
+    assert usage["cache_read_input_tokens"] > 200
+
+
 IMAGE = [{"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}]
 
 
@@ -217,6 +260,7 @@ IMAGE = [{"type": "image", "source": {"type": "url", "url": "https://example.org
         ({"tools": [{"name": "x"}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "response_format"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         *(({name: {"some": "thing"}}, name) for name in MessagesBody.refused),

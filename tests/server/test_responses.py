@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lampejo.server.responses import ResponsesBody
+from scripted import CHAT
 from server_app import CALLS, ask, client_of, events, thinking_model
 
 PATH = "/v1/responses"
@@ -145,6 +146,30 @@ async def test_the_items_of_an_answer_can_be_sent_back_and_become_one_message(mo
     assert [call["id"] for call in told[2]["tool_calls"]] == [message["tool_call_id"] for message in told[3:]]
     assert kwargs["enable_thinking"] is False and kwargs["reasoning_effort"] == "none"
     assert kwargs["tools"] == [{"type": "function", "function": {"name": "add", "parameters": TOOL["parameters"]}}]
+
+
+ENUM = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "add"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+    ],
+)
+async def test_a_tool_is_called_where_the_choice_says_so(choice):
+    """Fault: tool_choice accepted and ignored. The model would say something else."""
+    tools = [{**TOOL, "parameters": ENUM}, {**TOOL, "name": "sub", "parameters": ENUM}]
+    tools = tools[:1] if choice == "required" else tools
+    with thinking_model("No.", CHAT + "{# <tool_call> #}") as llm:
+        async with client_of(llm) as client:
+            asked = body(tools=tools, tool_choice=choice, temperature=0, parallel_tool_calls=False)
+            response = (await ask(client, asked, PATH)).json()
+            none = (await ask(client, {**asked, "tool_choice": "none"}, PATH)).json()
+    assert [(item["name"], json.loads(item["arguments"])) for item in response["output"]] == [("add", {"a": 1})]
+    assert none["output"][0]["content"][0]["text"] == "No."
 
 
 async def test_only_allowed_tools_are_offered(monkeypatch):

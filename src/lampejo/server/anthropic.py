@@ -7,6 +7,7 @@ empty, and are not looked at when they come back.
 """
 
 import json
+import re
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -26,6 +27,10 @@ from lampejo.server.fields import Body, read, schema_of
 from lampejo.server.http import EventStream, JsonResponse, event, unless_gone
 from lampejo.server.models_info import ModelName
 from lampejo.server.service import Answers, Piece, Service
+
+# Claude Code begins its system prompt with a line for Anthropic's accounts. It has a hash of the request, so that with
+# it no prefix would ever be found in the cache again.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 
 
 class PromptBody(Body):
@@ -60,7 +65,7 @@ class PromptBody(Body):
             _messages(self.system, self.messages),
             self._params(),
             tools=[_tool(tool, i) for i, tool in enumerate(self.tools or ())],
-            tool_choice=choice if self.tools else None,
+            tool_choice=choice,
             parallel_tool_calls=parallel,
             response_format=config.get("format"),
             template_kwargs=self._template_kwargs(),
@@ -185,7 +190,7 @@ def _messages(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str
     """Messages of one role in a row are one turn."""
     if not messages:
         raise refused("messages", "there is none.")
-    told = [{"role": "system", "content": _text(list(_blocks(system, "system")))}] if system else []
+    told = _of_system(list(_blocks(system or [], "system")))
     makers = {"user": _of_user, "assistant": _of_assistant, "system": _of_system}
     for i, message in enumerate(messages):
         if message.get("role") not in makers:
@@ -226,7 +231,8 @@ def _string(block: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _of_system(blocks: Blocks) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": _text(blocks)}]
+    text = _BILLING.sub("", _text(blocks))
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _of_user(blocks: Blocks) -> list[dict[str, Any]]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lampejo.answer import Style
-from lampejo.server.errors import refused
+from lampejo.errors import UserError
+from lampejo.grammar import Grammar
+from lampejo.server.errors import from_user_error, refused
 from lampejo.server.service import Job
 
 
@@ -30,6 +32,8 @@ class Chat:
 def chat_job(chat: Chat, style: Style) -> Job:
     """style: how the model writes calls. ``ApiError`` for messages and tools that no template could render, for choices
     and formats that cannot be enforced."""
+    if not chat.messages:
+        raise refused("messages", "there are none.")
     template_kwargs = dict(chat.template_kwargs)
     tools = [_tool(tool, i) for i, tool in enumerate(chat.tools)]
     if chat.tool_choice == "none":
@@ -40,16 +44,21 @@ def chat_job(chat: Chat, style: Style) -> Job:
         template_kwargs["tools"] = tools
     messages = [_message(message, i) for i, message in enumerate(chat.messages)]
     params = {**chat.params, "chat_template_kwargs": template_kwargs}
-    _check_unconstrained(chat)
+    try:
+        grammar = _grammar(chat, tools, style)
+    except UserError as error:
+        raise from_user_error(error, chat.fields) from error
+    if grammar is not None:
+        params["grammar"] = grammar
     return Job([messages], params, chat.n, tools, chat.fields)
 
 
-def _check_unconstrained(chat: Chat) -> None:
-    kind = (chat.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise refused("response_format", f"{kind!r} is not supported yet.")
-    if chat.tool_choice not in (None, "auto", "none"):
-        raise refused("tool_choice", "only auto and none are supported yet.")
+def _grammar(chat: Chat, tools: Sequence[Mapping[str, Any]], style: Style) -> Grammar | None:
+    answer = Grammar.for_response_format(chat.response_format)
+    calls = Grammar.for_tools(tools, chat.tool_choice, chat.parallel_tool_calls, style)
+    if answer is not None and tools:
+        raise UserError("response_format is not supported together with tools.", "Leave one of them out.")
+    return answer or calls
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:
