@@ -124,6 +124,22 @@ def test_decoding_rows_always_go_and_prefill_gets_what_they_leave():
         assert shape(step(scheduler)) == [(r.id, 1, 0) for r in readers] + [(long.id, 13, 0)]
 
 
+@pytest.mark.parametrize("width", [0, 9])
+def test_chunks_beside_readers_are_small_and_alone_they_are_large(width):
+    """Fault: with a budget for prefill alone, every reader stops for seconds whenever somebody brings a long prompt."""
+    scheduler = make_scheduler(token_budget=64)
+    scheduler.chunk_beside = 10
+    reader, long, other = request_of(4, max_tokens=90), request_of(100, first_id=50), request_of(30, first_id=160)
+    scheduler.add(reader)
+    step(scheduler)
+    scheduler.add(long)
+    scheduler.add(other)
+    for _ in range(5):
+        assert shape(step(scheduler, width)) == [(reader.id, 1, width), (long.id, 10, 0)]
+    scheduler.remove(reader)
+    assert shape(step(scheduler, width)) == [(long.id, 50, 0), (other.id, 14, 0)]
+
+
 def test_requests_are_admitted_in_the_order_of_their_arrival_as_rows_become_free():
     scheduler = make_scheduler(max_rows=2)
     first, second, third, fourth = requests = [request_of(5, first_id=10 * i) for i in range(1, 5)]

@@ -13,6 +13,10 @@ from lampejo.scheduler import Scheduler
 from lampejo.speculate import Speculator
 from lampejo.states import Save, StatePool
 
+# On a CPU, tokens of prompts in a step that also decodes. Larger chunks prefill no faster there, and streams wait for
+# each: at 1.5 billion weights on two cores 0.7 seconds for 64 tokens, 6 for 512.
+CPU_CHUNK_BESIDE = 64
+
 
 class Engine:
     """Ids in, ids out. Not thread-safe: one thread owns it (``frontend``)."""
@@ -27,7 +31,8 @@ class Engine:
         num_slots = runner.num_state_slots
         assert num_slots == 0 or num_slots >= config.max_rows, (num_slots, config.max_rows)
         self.pool = PagePool(config.num_pages, config.page_size, StatePool(num_slots) if num_slots else None)
-        self.scheduler = Scheduler(self.pool, config.max_rows, config.token_budget, config.max_context)
+        chunk_beside = CPU_CHUNK_BESIDE if runner.device.type == "cpu" else None
+        self.scheduler = Scheduler(self.pool, config.max_rows, config.token_budget, config.max_context, chunk_beside)
         self.stats = DraftStats()  # of all requests
 
     @property

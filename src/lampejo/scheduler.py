@@ -36,16 +36,20 @@ class ScheduledRow:
 
 class Scheduler:
     """Waiting and running requests, in order of arrival and of admission. Decoding rows always go; what is left of the
-    token budget prefills, oldest first, in chunks. When pages run out, the youngest running request is preempted:
-    it gives everything back and waits at the front, and its prefix cache makes the return cheap.
+    token budget prefills, oldest first, in chunks; beside decoding rows, which wait for them, ``chunk_beside``
+    tokens at most. When pages run out, the youngest running request is preempted: it gives everything back and waits at
+    the front, and its prefix cache makes the return cheap.
     """
 
-    def __init__(self, pool: PagePool, max_rows: int, token_budget: int, max_context: int) -> None:
+    def __init__(
+        self, pool: PagePool, max_rows: int, token_budget: int, max_context: int, chunk_beside: int | None = None
+    ) -> None:
         self.pool = pool
         self.states = pool.states
         self.max_rows = max_rows
         self.token_budget = token_budget
         self.max_context = max_context
+        self.chunk_beside = chunk_beside
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -78,6 +82,8 @@ class Scheduler:
             drafts[request.id] = width
             draft_budget -= width
             budget -= width
+        if decoding and self.chunk_beside is not None:
+            budget = min(budget, self.chunk_beside)
         # Pages: for the anchors, then for the chunks of prompts, whoever has to make room for them.
         known: dict[int, int] = {}
         for request in decoding:
