@@ -19,11 +19,12 @@ from lampejo.answer import Style
 from lampejo.api import LLM
 from lampejo.grammar import Grammar
 from lampejo.request import Request
-from scripted import EOS, VOCAB, Target, make_tokenizer, scripted_llm
+from scripted import EOS, VOCAB, Target, ids_of, make_tokenizer, scripted_llm
 from tiny import ScriptedDrafter
 
 # In the places of "#", "$", "%", "&", "'", "(", ")", "*", "+".
-TOKENS = make_tokenizer("\n", "</think>", '>\n{"', '": ', '"}', "<tool_call>\n", "</tool_call>", "k>", "é")
+LONG = ["\n", "</think>", '>\n{"', '": ', '"}', "<tool_call>\n", "</tool_call>", "k>", "é"]
+TOKENS = make_tokenizer(*LONG)
 SEEDS = range(4)
 SAMPLED = {"temperature": 0.9, "top_p": 0.98, "seed": 5}
 SCHEMA = {
@@ -36,6 +37,18 @@ SCHEMA = {
     "required": ["kind"],
     "additionalProperties": False,
 }
+
+
+def ids(text: str) -> list[int]:
+    """With the long tokens, which the tokenizer never makes of text."""
+    found = []
+    while text:
+        token = max((token for token in [*LONG, text[0]] if text.startswith(token)), key=len)
+        found += [ids_of("#")[0] + LONG.index(token)] if token in LONG else ids_of(token)
+        text = text[len(token) :]
+    return found
+
+
 GRAMMARS = {
     "schema": Grammar.json_schema(SCHEMA),
     "regex": Grammar.regex(r"^(yes|no|[0-9]{2,6}/[a-z]+)( ok){0,3}$"),
@@ -46,7 +59,7 @@ GRAMMARS = {
 def whimsical(seed: int = 0) -> Target:
     """A target that is always the same, and sometimes fond of the tokens that close things."""
     base = torch.arange(VOCAB, dtype=torch.long)
-    closing = torch.tensor([TOKENS.encode(text)[0] for text in ("}", "]", '"', "</think>", '"}', ">")])
+    closing = torch.tensor([ids(text)[0] for text in ("}", "]", '"', "</think>", '"}', ">")])
 
     def target(text: Sequence[int]) -> torch.Tensor:
         key = zlib.crc32(bytes(text), seed)

@@ -6,6 +6,7 @@ to what comes after; that the reasoning may come and has to end is a part of wha
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -134,6 +135,11 @@ class Grammar:
         rules.add("body", f"({calls}) {_quoted(END_TOOL_CALL)}")
         return _grammar("tools", {"lark_grammar": "\n".join([f"start: {start}", *rules.lines])})
 
+    @staticmethod
+    def either(one: "Grammar", other: "Grammar") -> "Grammar":
+        """What one of two allows; ``about`` is that of the second."""
+        return Grammar(other.about, json.dumps({"either": [json.loads(one.body), json.loads(other.body)]}))
+
 
 def _grammar(about: str, body: Mapping[str, Any]) -> Grammar:
     try:
@@ -251,7 +257,7 @@ class Grammars:
         indexed = self._indexed
         matcher = _with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=_LIMITS))
         if matcher.is_error():
-            raise UserError(f"{grammar.about} cannot be enforced: {_first_lines(matcher.get_error())}")
+            raise UserError(f"{grammar.about} cannot be enforced: {_in_a_line(matcher.get_error())}")
         probe = Guide(self._vocabulary, "closed", matcher)
         probe.masks([])
         if probe.error is not None:
@@ -310,14 +316,23 @@ class _Pieces:
 
 def _with_reasoning(grammar: Grammar, start: Start) -> str:
     """What llguidance compiles."""
-    body = json.loads(grammar.body)
+    parts = _parts(json.loads(grammar.body))
     if start == "closed":
-        return json.dumps({"grammars": [body]})
+        return json.dumps({"grammars": parts})
     thoughts = r"thoughts /\s*/"
     if start == "maybe":
         thoughts = f"({_quoted(THINK)} {thoughts})?"
     rules = f"start: {thoughts} @answer\nthoughts[suffix={_quoted(END_THINK)}]: /(.|\\n)*/"
-    return json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", **body}]})
+    return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
+
+
+def _parts(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A grammar's own parts, by name; the first begins."""
+    if "either" not in body:
+        return [{"name": "answer", **body}]
+    one, other = body["either"]
+    choice = {"name": "answer", "lark_grammar": "start: @one | @other"}
+    return [choice, {"name": "one", **one}, {"name": "other", **other}]
 
 
 def _with_large_stack(work: Callable[[], _Result]) -> _Result:
@@ -333,6 +348,7 @@ def _with_large_stack(work: Callable[[], _Result]) -> _Result:
     return results[0]
 
 
-def _first_lines(text: str) -> str:
-    """An error in one line, without the grammar that it quotes."""
-    return " ".join(line.strip() for line in text.strip().splitlines()[:3])[:300]
+def _in_a_line(text: str) -> str:
+    """An error without the lines of the grammar that it quotes and the marks below them."""
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if not re.match(r"\d+ \||\^*$", line))[:300]

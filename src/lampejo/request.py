@@ -197,7 +197,7 @@ def hidden_ids(request: Request, masks: Sequence[torch.Tensor | None], eos_ids: 
 
 
 def _is_end_only(mask: torch.Tensor | None, ends: Sequence[int]) -> bool:
-    return mask is not None and int(mask.sum()) == int(mask[list(ends)].sum())
+    return mask is not None and int(mask.sum()) == int(mask[sorted(set(ends))].sum())
 
 
 def advance(
