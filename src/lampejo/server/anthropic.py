@@ -51,6 +51,8 @@ class PromptBody(Body):
         "diagnostics": (),
         "speed": ("standard",),
         "inference_geo": (),
+        "compaction": (),
+        "thread": (),
         "output_format": (),  # its place is output_config
         "lampejo": (),
     }

@@ -50,9 +50,9 @@ class ChatBody(SamplingBody):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "web_search_options": (),
+        "moderation": (),
         "best_of": (1,),
         "echo": (False,),
-        "continue_final_message": (False,),
     }
 
     def chat(self) -> Chat:
@@ -67,6 +67,10 @@ class ChatBody(SamplingBody):
         kwargs = dict(self.chat_template_kwargs or {})
         if self.add_generation_prompt is not None:
             kwargs["add_generation_prompt"] = self.add_generation_prompt
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise refused("continue_final_message", "a message is continued without add_generation_prompt.")
+            kwargs["continue_final_message"] = True
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":
