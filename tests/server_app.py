@@ -39,7 +39,7 @@ def model_saying(answer: str, drafters: list[Drafter] | None = None, **config: A
 
 
 def thinking_model(answer: str, template: str = QWEN, **config: Any) -> LLM:
-    """A model whose template knows reasoning and tools (or what ``template`` names of them), with drafts that are always
+    """A model whose template knows reasoning and tools, or what ``template`` names of them, with drafts that are always
     right. It can write line ends."""
     llm = model_saying(answer, [knowing(ids_of(answer), 16)], tokenizer=make_tokenizer("\n"), **config)
     llm.chat_template, llm.style = template, style_of(template)

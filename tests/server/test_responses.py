@@ -7,7 +7,7 @@ import pytest
 
 from lampejo.server.responses import ResponsesBody
 from scripted import CHAT
-from server_app import CALLS, ask, client_of, events, thinking_model
+from server_app import CALLS, QWEN, ask, client_of, events, thinking_model
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}
@@ -170,6 +170,36 @@ async def test_a_tool_is_called_where_the_choice_says_so(choice):
             none = (await ask(client, {**asked, "tool_choice": "none"}, PATH)).json()
     assert [(item["name"], json.loads(item["arguments"])) for item in response["output"]] == [("add", {"a": 1})]
     assert none["output"][0]["content"][0]["text"] == "No."
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "start"), [('{"b": 2}', "<think>Hm.</think>"), ('{"b": 2}', ""), (CALL, ""), ("No.", "")]
+)
+async def test_with_tools_and_a_format_the_answer_is_either_a_call_or_of_the_format(answer, start):
+    """Fault: one of the two accepted and ignored. Agents send both. The drafts change nothing."""
+    form = {
+        "type": "json_schema",
+        "name": "b",
+        "schema": {**ENUM, "properties": {"b": {"enum": [2]}}, "required": ["b"]},
+    }
+    template = QWEN if start else CHAT + "{# <tool_call> #}"
+    said = (start + answer).replace("\n", "#")  # the place of line ends in the vocabulary
+    with thinking_model(said, template, width=7) as llm:
+        async with client_of(llm) as client:
+            asked = body(tools=[{**TOOL, "parameters": ENUM}], text={"format": form}, temperature=0)
+            response = (await ask(client, asked, PATH)).json()
+            assert same(response, (await ask(client, {**asked, "lampejo": {"drafts": False}}, PATH)).json())
+    assert response["status"] == "completed"
+    last = response["output"][-1]
+    if last["type"] == "function_call":
+        assert (last["name"], json.loads(last["arguments"])) == ("add", {"a": 1})
+    else:
+        assert json.loads(last["content"][0]["text"]) == {"b": 2}
+    if answer != "No.":
+        assert last["type"] == ("function_call" if answer == CALL else "message")
 
 
 async def test_only_allowed_tools_are_offered(monkeypatch):

@@ -55,10 +55,11 @@ def chat_job(chat: Chat, style: Style) -> Job:
 
 def _grammar(chat: Chat, tools: Sequence[Mapping[str, Any]], style: Style) -> Grammar | None:
     answer = Grammar.for_response_format(chat.response_format)
-    calls = Grammar.for_tools(tools, chat.tool_choice, chat.parallel_tool_calls, style)
-    if answer is not None and tools:
-        raise UserError("response_format is not supported together with tools.", "Leave one of them out.")
-    return answer or calls
+    if answer is None or not tools or chat.tool_choice not in (None, "auto"):
+        return Grammar.for_tools(tools, chat.tool_choice, chat.parallel_tool_calls, style) or answer
+    calls = Grammar.for_tools(tools, "required", chat.parallel_tool_calls, style)
+    assert calls is not None
+    return Grammar.either(calls, answer)
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:
