@@ -100,3 +100,11 @@ void lampejo_paged_attention(const Batch* batch, const float* q, const uint16_t*
 void lampejo_experts_half(const ExpertsHalf* half, float* x, int num_tokens) {
     chosen->kernels->experts_half(*half, x, num_tokens);
 }
+void lampejo_delta_inputs(const DeltaHalf* half, const float* x, int num_tokens, float* projected, float* gates) {
+    chosen->kernels->delta_inputs(*half, x, num_tokens, projected, gates);
+}
+void lampejo_delta_runs(const DeltaInputs* inputs, float* out) { chosen->kernels->delta_runs(*inputs, out); }
+void lampejo_delta_output(const DeltaHalf* half, const float* recurred, const float* z, int64_t z_stride, float* x,
+                          int num_tokens) {
+    chosen->kernels->delta_output(*half, recurred, z, static_cast<size_t>(z_stride), x, num_tokens);
+}

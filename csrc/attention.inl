@@ -2,8 +2,10 @@
 
 // Pages hold keys as [P, G, D, S] and values as [P, G, S, D], f16: keys transposed, so that 8 keys are scored at once.
 
-static void rope_head(float* head, int dim, const float* cos, const float* sin) {
-    const int half = dim / 2;
+// RoPE on the first dimensions of a token's head.
+static void rotate(float* head, const Batch& batch, int token) {
+    const int half = batch.rotary_dim / 2;
+    const float *cos = batch.cos + static_cast<size_t>(token) * half, *sin = batch.sin + static_cast<size_t>(token) * half;
     int i = 0;
     for (; i + 8 <= half; i += 8) {
         f32x8 a = load(head + i), b = load(head + half + i), c = load(cos + i), s = load(sin + i);
@@ -168,7 +170,9 @@ struct BlockPage {
 };
 
 struct AttentionData {
-    const float *q, *k, *v;  // [T, stride]
+    const float* q;   // [T, stride], a head every `q_step` floats
+    int q_step;
+    const float *k, *v;  // [T, stride]
     size_t stride;
     const uint16_t *k_cache, *v_cache;
     float* out;    // [T, Q * D]
@@ -209,7 +213,7 @@ struct QueryTile {
             token[n] = segment.start + (first + n) / shape.group();
             head[n] = g * shape.group() + (first + n) % shape.group();
             position[n] = segment.position + (token[n] - segment.start);
-            const float* from = data.q + token[n] * data.stride + static_cast<size_t>(head[n]) * shape.dim;
+            const float* from = data.q + token[n] * data.stride + static_cast<size_t>(head[n]) * data.q_step;
             for (int i = 0; i < shape.dim; i++) scaled[n][i] = from[i] * scale;
         }
     }

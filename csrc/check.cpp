@@ -1,6 +1,7 @@
 // Runs every kernel on fixed inputs of odd sizes, checks row invariance, and prints a hash of all results. As kernels keep one
 // order of accumulation, the hash is the same on every instruction set (tests compare x86-64 with AArch64 under
 // emulation, and run this program with sanitizers): scripts/check_kernels.sh.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -91,13 +92,21 @@ static void layers() {
     std::vector<uint16_t> k_cache(static_cast<size_t>(pages) * kv * dim * size, 0x7e00), v_cache(k_cache);  // NaN
     std::vector<int64_t> slots(tokens);
     for (int p = 0; p < tokens; p++) slots[p] = static_cast<int64_t>(table[p / size]) * size + p % size;
-    AttentionHalf attention = {norm.data(), 1e-5f, heads, kv, dim, q.matrix, k.matrix, v.matrix, o.matrix, nullptr, nullptr, 0, 0, 0, 0};
+    AttentionHalf attention = {norm.data(), 1e-5f, heads, kv, dim, q.matrix, k.matrix, v.matrix, o.matrix, nullptr, nullptr, 0, 0, 0, 0, 0};
     MlpHalf mlp = {norm.data(), 1e-5f, 0, gate.matrix, up.matrix, down.matrix};
     auto x = noises(static_cast<size_t>(tokens) * hidden);
     const Segment whole = {0, tokens, 0, 0};
-    Batch batch = {tokens, 1, size, 0, &whole, table, slots.data(), cos.data(), sin.data()};
+    Batch batch = {tokens, 1, size, dim, &whole, table, slots.data(), cos.data(), sin.data()};
     lampejo_attention_half(&attention, &batch, x.data(), k_cache.data(), v_cache.data());
     digest("attention", x);
+    Packed gated_q(Q8, 2 * heads * dim, hidden);
+    AttentionHalf gated = attention;
+    gated.q = gated_q.matrix, gated.gated = 1, gated.q_norm = gated.k_norm = q_norm.data(), gated.qk_eps = 1e-6f;
+    Batch partly = batch;
+    partly.rotary_dim = 6;
+    auto other = noises(static_cast<size_t>(tokens) * hidden);
+    lampejo_attention_half(&gated, &partly, other.data(), k_cache.data(), v_cache.data());
+    digest("gated", other);
     lampejo_mlp_half(&mlp, x.data(), tokens);
     digest("mlp", x);
     for (const int window : {0, 3, 9})
@@ -106,7 +115,7 @@ static void layers() {
             drafter.q_norm = drafter.k_norm = q_norm.data(), drafter.qk_eps = 1e-6f;
             drafter.block = 5, drafter.causal = causal, drafter.window = window;
             const Segment blocks[] = {{0, 5, 20, 0}, {5, 5, 0, 3}};
-            Batch two = {10, 2, size, 0, blocks, table, nullptr, cos.data(), sin.data()};
+            Batch two = {10, 2, size, dim, blocks, table, nullptr, cos.data(), sin.data()};
             auto y = noises(10 * hidden);
             lampejo_attention_half(&drafter, &two, y.data(), k_cache.data(), v_cache.data());
             digest("drafter", y);
@@ -169,6 +178,45 @@ static void experts() {
     }
 }
 
+// A whole text, and the same in pieces with states that are stored and taken up again.
+static void delta() {
+    const int hidden = 72, tokens = 37;
+    const DeltaSizes sizes = {2, 6, 20, 44, 4, 0};
+    const int heads = 6, channels = 2 * 2 * 20 + 6 * 44, value = 6 * 44, slots = 3;
+    const auto norm = noises(hidden), out_norm = noises(44), a = noises(6 * hidden), b = noises(6 * hidden);
+    auto rate = noises(6);
+    for (float& x : rate) x = std::fabs(x);
+    const auto step_bias = noises(6), conv = noises(static_cast<size_t>(4) * channels);
+    const Packed qkv(Q8, channels, hidden), z(Q4, value, hidden), out(Q8, hidden, value);
+    const DeltaHalf layer = {norm.data(), 1e-6f, 1e-5f, sizes, qkv.matrix, z.matrix, out.matrix,
+                            b.data(), a.data(), rate.data(), step_bias.data(), out_norm.data()};
+    const auto x = noises(static_cast<size_t>(tokens) * hidden);
+    std::vector<float> projected(static_cast<size_t>(tokens) * (channels + value)), gates(static_cast<size_t>(tokens) * 2 * heads);
+    lampejo_delta_inputs(&layer, x.data(), tokens, projected.data(), gates.data());
+    digest("projected", projected), digest("gates", gates);
+    auto windows = noises(static_cast<size_t>(slots) * channels * 3), states = noises(static_cast<size_t>(slots) * heads * 20 * 44);
+    auto part_windows = windows, part_states = states;
+    const auto run = [&](const std::vector<DeltaRun>& runs, const std::vector<DeltaStore>& stores, std::vector<float>& w,
+                         std::vector<float>& s, float* to) {
+        const DeltaInputs inputs = {sizes, static_cast<int32_t>(runs.size()), 0, runs.data(), stores.data(), projected.data(),
+                                    gates.data() + heads, gates.data(), channels + value, 2 * heads, conv.data(), w.data(), s.data()};
+        lampejo_delta_runs(&inputs, to);
+    };
+    std::vector<float> whole(static_cast<size_t>(tokens) * value), parts(whole.size());
+    run({{0, tokens, 0, -1, 0, 2}}, {{5, 2}, {tokens, 0}}, windows, states, whole.data());
+    run({{0, 5, 0, -1, 0, 2}, {20, 3, 5, 1, 2, 0}}, {{5, 0}, {5, 2}}, part_windows, part_states, parts.data());
+    for (int start = 5; start < tokens; start += 4) {
+        const int length = std::min(4, tokens - start);
+        run({{start, length, 0, 0, 0, 1}}, {{length, 0}}, part_windows, part_states, parts.data() + static_cast<size_t>(start) * value);
+    }
+    if (whole != parts || windows != part_windows || states != part_states)
+        std::printf("the recurrence depends on how a text is cut\n"), std::exit(1);
+    digest("windows", windows), digest("states", states);
+    auto y = x;
+    lampejo_delta_output(&layer, whole.data(), projected.data() + channels, channels + value, y.data(), tokens);
+    digest("delta", y);
+}
+
 int main(int argc, char** argv) {
     if (argc > 1 && !lampejo_force_isa(argv[1])) return std::printf("%s does not run here\n", argv[1]), 2;
     std::printf("isa %s\n", lampejo_isa());
@@ -179,6 +227,7 @@ int main(int argc, char** argv) {
         layers();
         long_context();
         experts();
+        delta();
     }
     lampejo_set_threads(1);
     std::printf("hash %016llx\n", static_cast<unsigned long long>(hash));

@@ -15,6 +15,9 @@ struct Kernels {
     void (*paged_attention)(const Batch&, const float* q, const uint16_t* k_cache, const uint16_t* v_cache, int num_heads,
                             int num_kv, int dim, float* out);
     void (*experts_half)(const ExpertsHalf&, float* x, int num_tokens);
+    void (*delta_inputs)(const DeltaHalf&, const float* x, int num_tokens, float* projected, float* gates);
+    void (*delta_runs)(const DeltaInputs&, float* out);
+    void (*delta_output)(const DeltaHalf&, const float* recurred, const float* z, size_t z_stride, float* x, int num_tokens);
 };
 
 size_t packed_bytes(int kind, int num_out, int num_in);

@@ -83,7 +83,8 @@ static void rms_norm(const float* norm, float eps, int size, const float* x, int
 static void attention_half(const AttentionHalf& half, const Batch& batch, float* x, uint16_t* k_cache,
                            uint16_t* v_cache) {
     const int num_tokens = batch.num_tokens, dim = half.head_dim, size = half.q.num_in;
-    const int num_heads = half.num_heads, num_kv = half.num_kv_heads, heads = num_heads + 2 * num_kv;
+    const int num_heads = half.num_heads, num_kv = half.num_kv_heads;
+    const int queries = half.gated ? 2 * num_heads : num_heads, heads = queries + 2 * num_kv;  // a query's gate follows it
     const size_t width = static_cast<size_t>(heads) * dim;
     Workspace& ws = workspace();
     Activations act_in = ws.activations(num_tokens, std::max(groups_of(half.q), groups_of(half.out)));
@@ -93,8 +94,8 @@ static void attention_half(const AttentionHalf& half, const Batch& batch, float*
     float* mixed = Workspace::floats(ws.narrow, static_cast<size_t>(num_tokens) * num_heads * dim);
     const AttentionShape shape = {num_heads, num_kv, dim, half.block, half.causal, half.window};
     const AttentionWork work(shape, batch);
-    const float* k = qkv + static_cast<size_t>(num_heads) * dim;
-    const AttentionData data = {qkv,   k, k + static_cast<size_t>(num_kv) * dim, width, k_cache, v_cache,
+    const float* k = qkv + static_cast<size_t>(queries) * dim;
+    const AttentionData data = {qkv,   half.gated ? 2 * dim : dim, k, k + static_cast<size_t>(num_kv) * dim, width, k_cache, v_cache,
                                 mixed, Workspace::floats(ws.spans, work.span_floats)};
     parallel([=](Team& team) {
         prepare_normed(team, half.norm, half.eps, size, x, num_tokens, act_in);
@@ -106,21 +107,30 @@ static void attention_half(const AttentionHalf& half, const Batch& batch, float*
             for (int n = piece * per_piece; n < last; n++) {
                 const int token = n / heads, head = n % heads;
                 float* at = qkv + token * width + static_cast<size_t>(head) * dim;
-                if (head < num_heads + num_kv) {
-                    const float* norm = head < num_heads ? half.q_norm : half.k_norm;
+                if (half.gated && head < queries && head % 2) continue;
+                if (head < queries + num_kv) {
+                    const float* norm = head < queries ? half.q_norm : half.k_norm;
                     if (norm) normalise(norm, half.qk_eps, dim, at, at);
-                    rope_head(at, dim, batch.cos + static_cast<size_t>(token) * dim / 2,
-                              batch.sin + static_cast<size_t>(token) * dim / 2);
+                    rotate(at, batch, token);
                 }
-                if (half.block || head < num_heads) continue;
-                if (head < num_heads + num_kv)
-                    store_key(k_cache, batch.slots[token], batch.page_size, num_kv, head - num_heads, dim, at);
+                if (half.block || head < queries) continue;
+                if (head < queries + num_kv)
+                    store_key(k_cache, batch.slots[token], batch.page_size, num_kv, head - queries, dim, at);
                 else
-                    store_value(v_cache, batch.slots[token], batch.page_size, num_kv, head - num_heads - num_kv, dim, at);
+                    store_value(v_cache, batch.slots[token], batch.page_size, num_kv, head - queries - num_kv, dim, at);
             }
         });
         attention(team, work, shape, batch, data);
-        prepare_plain(team, num_heads * dim, mixed, num_tokens, act_out);
+        prepare(team, num_tokens, act_out, [&](int t, float* row) {
+            const int size = num_heads * dim;
+            std::memcpy(row, mixed + static_cast<size_t>(t) * size, size * sizeof(float));
+            if (!half.gated) return;
+            const float* gates = qkv + t * width + dim;
+            for (int i = 0; i < size; i += 8) {
+                const f32x8 gate = load(gates + i / dim * 2 * dim + i % dim);
+                store(row + i, load(row + i) / (all(1) + exp(all(0) - gate)));
+            }
+        });
         matmul(team, outputs, act_out, num_tokens, x, half.out.num_out, true);
     });
 }
@@ -172,8 +182,7 @@ static void context_half(const ContextHalf& half, const Batch& batch, const floa
                     continue;
                 }
                 if (half.k_norm) normalise(half.k_norm, half.qk_eps, dim, at, at);
-                rope_head(at, dim, batch.cos + static_cast<size_t>(token) * dim / 2,
-                          batch.sin + static_cast<size_t>(token) * dim / 2);
+                rotate(at, batch, token);
                 store_key(k_cache, batch.slots[token], batch.page_size, num_kv, head, dim, at);
             }
         });
@@ -185,13 +194,15 @@ static void paged_attention(const Batch& batch, const float* q, const uint16_t* 
     const AttentionShape shape = {num_heads, num_kv, dim, 0, 0, 0};
     const AttentionWork work(shape, batch);
     const AttentionData data = {
-        q,   nullptr, nullptr, static_cast<size_t>(num_heads) * dim, k_cache, v_cache,
+        q,   dim, nullptr, nullptr, static_cast<size_t>(num_heads) * dim, k_cache, v_cache,
         out, Workspace::floats(workspace().spans, work.span_floats)};
     parallel([=](Team& team) { attention(team, work, shape, batch, data); });
 }
 
 #include "experts.inl"
 
+#include "delta.inl"
+
 extern const Kernels kernels;
-const Kernels kernels = {matmul_all,   rms_norm,        attention_half, mlp_half,
-                         context_half, paged_attention, experts_half};
+const Kernels kernels = {matmul_all,      rms_norm,     attention_half, mlp_half,   context_half,
+                         paged_attention, experts_half, delta_inputs,   delta_runs, delta_output};

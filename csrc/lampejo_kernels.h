@@ -32,11 +32,12 @@ struct Segment {
     int32_t first_page;               // index into `pages`
 };
 struct Batch {
-    int32_t num_tokens, num_segments, page_size, reserved;
+    int32_t num_tokens, num_segments, page_size;
+    int32_t rotary_dim;        // R, the first dimensions of a head, which RoPE rotates
     const Segment* segments;
     const int32_t* pages;
     const int64_t* slots;      // [T] page * S + offset, where a token's key and value go
-    const float *cos, *sin;    // [T, D/2]
+    const float *cos, *sin;    // [T, R/2]
 };
 
 // x + o(attention(rope(qkv(norm(x))))): the attention half of a layer.
@@ -51,6 +52,7 @@ struct AttentionHalf {
                      // block rows see the context before the segment's position and the whole block
     int32_t causal;  // of a drafter's block: later block rows are hidden
     int32_t window;  // 0: none; else keys `window` or more positions away are hidden
+    int32_t gated;   // `q` gives each head D queries, then D gates of its output, applied as sigmoids
 };
 
 // x + down(silu(gate(norm(x))) * up(norm(x))): the MLP half of a layer.
@@ -73,6 +75,48 @@ struct ExpertsHalf {
     Matrix shared_gate, shared_up, shared_down;
 };
 
+// Heads of a Gated DeltaNet: C = 2 * Hk * Dk + Hv * Dv channels go through its short convolution.
+struct DeltaSizes {
+    int32_t num_key_heads, num_value_heads, key_dim, value_dim;  // Hk, Hv, Dk, Dv
+    int32_t conv_size;                                           // tokens that the convolution sees
+    int32_t tiled;  // value head v reads key head v % Hk; else each key head's value heads are neighbours
+};
+
+// x + out(silu(z) * norm(recurrence of qkv(n), gated by a(n) and b(n))), n = norm(x): the recurrent half of a layer, apart from the
+// recurrence itself. a and b are plain floats, because what they do is multiplied token after token.
+struct DeltaHalf {
+    const float* norm;
+    float eps, out_eps;
+    DeltaSizes sizes;
+    Matrix qkv, z, out;
+    const float *b, *a;             // [Hv, K]
+    const float *rate, *step_bias;  // [Hv]: a token decays a state by exp(-rate * softplus(a + step_bias))
+    const float* out_norm;          // [Dv]
+};
+
+// A run: tokens of one row that go through its state, one after another. Stores of all runs lie one after another.
+struct DeltaRun {
+    int32_t start, length;  // in the inputs
+    int32_t first_out;      // in the output
+    int32_t source;         // slot of the state before them; -1: zeros
+    int32_t first_store, num_stores;
+};
+struct DeltaStore {
+    int32_t end, slot;  // after so many of the run's tokens the state goes there; ascending
+};
+struct DeltaInputs {
+    DeltaSizes sizes;
+    int32_t num_runs, reserved;
+    const DeltaRun* runs;
+    const DeltaStore* stores;
+    const float* mixed;             // [T, C], q | k | v as projected
+    const float *log_decay, *beta;  // [T, Hv]
+    int64_t mixed_stride, gate_stride;
+    const float* conv_weight;  // [conv_size, C], the present token last
+    float* windows;            // [slots, C, conv_size - 1]
+    float* states;             // [slots, Hv, Dk, Dv]
+};
+
 // Keys and values that a drafter derives from its context.
 struct ContextHalf {
     int32_t num_kv_heads, head_dim;
@@ -83,7 +127,7 @@ struct ContextHalf {
 };
 
 // Changes with every change of a struct or signature here; lampejo/ops/cpu/library.py knows the one that it was written for.
-#define LAMPEJO_ABI 3
+#define LAMPEJO_ABI 4
 LAMPEJO_API int lampejo_abi();
 LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neondot", "neon"; null if nothing fits
 LAMPEJO_API int lampejo_force_isa(const char* name);      // for tests; 0 if this machine cannot run it
@@ -104,6 +148,11 @@ LAMPEJO_API void lampejo_attention_half(const AttentionHalf* half, const Batch* 
                             uint16_t* v_cache);
 LAMPEJO_API void lampejo_mlp_half(const MlpHalf* half, float* x, int num_tokens);
 LAMPEJO_API void lampejo_experts_half(const ExpertsHalf* half, float* x, int num_tokens);
+// x [T, K] -> projected [T, C + Hv * Dv], mixed and then z; gates [T, 2 * Hv], beta and then log_decay.
+LAMPEJO_API void lampejo_delta_inputs(const DeltaHalf* half, const float* x, int num_tokens, float* projected, float* gates);
+LAMPEJO_API void lampejo_delta_runs(const DeltaInputs* inputs, float* out);  // [tokens of all runs, Hv, Dv]
+LAMPEJO_API void lampejo_delta_output(const DeltaHalf* half, const float* recurred, const float* z, int64_t z_stride,
+                                      float* x, int num_tokens);  // changes x
 LAMPEJO_API void lampejo_context_half(const ContextHalf* half, const Batch* batch, const float* ctx, uint16_t* k_cache,
                           uint16_t* v_cache);
 // Attention alone: q [T, Q, D] over stored keys (causal), as inside lampejo_attention_half.

@@ -8,7 +8,7 @@ import torch
 from lampejo.models.config import ModelConfig
 from lampejo.models.layers import Target
 from lampejo.ops.cpu import instruction_set
-from tiny import TINY, TINY_HYBRID, TINY_MOE, make_target
+from tiny import TINY, TINY_HYBRID, TINY_NEXT, make_target
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much beside other work
 
@@ -30,8 +30,8 @@ def kernels_target() -> Target:
 
 
 @pytest.fixture(scope="session")
-def experts_target() -> Target:
-    return on_kernels(TINY_MOE)
+def kernels_hybrid_target() -> Target:
+    return on_kernels(TINY_NEXT)
 
 
 @pytest.fixture(scope="session")
@@ -39,10 +39,10 @@ def hybrid_target() -> Target:
     return make_target(TINY_HYBRID)
 
 
-@pytest.fixture(params=["reference", "kernels", "hybrid", "experts"])
+@pytest.fixture(params=["reference", "kernels", "hybrid", "kernels_hybrid"])
 def target(request: pytest.FixtureRequest) -> Target:
-    """A tiny target: on the reference operations, on the CPU kernels, with recurrent layers, and with experts on the
-    kernels."""
+    """A tiny target: on the reference operations and on the CPU kernels, without recurrent layers and with them; the
+    last one has experts too."""
     return request.getfixturevalue(f"{request.param}_target")
 
 

@@ -36,6 +36,7 @@ ORDER = [
     "ops.cpu.library",
     "ops.cpu.arena",
     "ops.cpu",
+    "ops.cpu.delta",
     "ops.cpu.fused",
     "batch",
     "models",

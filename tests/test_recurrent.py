@@ -17,19 +17,24 @@ from hypothesis import strategies as st
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.models.layers import Target
+from lampejo.ops.cpu import instruction_set
 from lampejo.request import Request, StopParams
 from lampejo.runner import VerifyOutput
 from lampejo.speculate import NGRAM_MAX_WIDTH, Speculator
 from lampejo.width import WidthController
 from scripted import CONTEXT, ScriptedHybridRunner, decode_plainly, random_target, text_of_snapshot
-from tiny import EOS, TINY_HYBRID, ScriptedDrafter, make_engine, make_request, make_target, prompt_of, run
+from tiny import EOS, TINY_HYBRID, TINY_NEXT, ScriptedDrafter, make_engine, make_request, make_target, prompt_of, run
 
 LONG = StopParams(max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def hybrid() -> Target:
-    return make_target(TINY_HYBRID)
+@pytest.fixture(scope="module", params=["reference", "kernels"])
+def hybrid(request: pytest.FixtureRequest) -> Target:
+    if request.param == "reference":
+        return make_target(TINY_HYBRID)
+    if instruction_set() is None:
+        pytest.skip("the CPU kernels were not built, or do not know this processor")
+    return make_target(TINY_NEXT, packed=True)
 
 
 def state_in(engine: Engine, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +45,7 @@ def state_in(engine: Engine, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def state_of(target: Target, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The state after a text, in one pass of an engine that has seen nothing else."""
-    engine = make_engine(target, page_size=128, num_snapshots=0, max_context=4096)
+    engine = make_engine(target, page_size=64, num_snapshots=0, max_context=4096)
     request = make_request(text, StopParams(max_tokens=2, ignore_eos=True))
     engine.add(request)
     engine.step()

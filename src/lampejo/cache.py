@@ -17,7 +17,7 @@ Shape legend: T tokens of a step, B block length, Q query heads, G key/value hea
 Of a Gated DeltaNet: C channels, K tokens that the convolution sees, Hv value heads, Dk and Dv their sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +78,16 @@ class Inputs(NamedTuple):
 class StateCache:
     """States of Gated DeltaNet layers in fp32: windows [layers, slots, C, K-1], states [layers, slots, Hv, Dk, Dv]."""
 
-    def __init__(self, sizes: DeltaNetConfig, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: DeltaNetConfig,
+        num_slots: int,
+        device: torch.device,
+        recurrence: tuple[Callable[..., Any], Callable[..., torch.Tensor]],
+    ) -> None:
+        """``recurrence``: of the target (``models.layers.Target``)."""
         self.sizes = sizes
+        self._plan_runs, self._run = recurrence
         self.num_slots = num_slots
         slots, state = (len(sizes.layers), num_slots), (sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim)
         self.windows = torch.empty((*slots, sizes.num_channels, sizes.conv_size - 1), device=device)
@@ -94,10 +102,13 @@ class StateCache:
         self.windows[:, target] = self.windows[:, source]
         self.states[:, target] = self.states[:, source]
 
+    def plan(self, runs: Sequence[ops.Run]) -> Any:
+        """What ``run`` wants to know of runs, made once for all layers."""
+        return self._plan_runs(self.states.device, runs)
+
     def run(self, layer: int, inputs: Inputs, conv_weight: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Moves states of a layer along runs (``plan`` of ``ops.plan_runs``) -> the outputs of their tokens, run by run
-        [T, Hv, Dv]."""
-        return ops.delta_net_runs(*inputs, conv_weight, self.sizes, self.windows[layer], self.states[layer], plan)
+        """Moves states of a layer along the runs of ``plan`` -> the outputs of their tokens, run by run [T, Hv, Dv]."""
+        return self._run(*inputs, conv_weight, self.sizes, self.windows[layer], self.states[layer], plan)
 
 
 class CausalView:
@@ -141,7 +152,7 @@ class HybridView(CausalView):
             _run(row, segment, segment.start, segment.length, None if row.width else row.saves)
             for row, segment in zip(batch.rows, batch.segments, strict=True)
         ]
-        self.runs = ops.plan_runs(cache.k.device, runs)
+        self.runs = states.plan(runs)
 
     def recur(
         self, layer: int, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, conv_weight: torch.Tensor
@@ -165,7 +176,7 @@ class HybridView(CausalView):
             if row.width:
                 runs.append(_run(row, segment, start, count, row_saves))
                 start += segment.length
-        plan = ops.plan_runs(self.cache.k.device, runs)
+        plan = self.states.plan(runs)
         for layer, (conv_weight, inputs) in enumerate(self.journal):
             self.states.run(layer, inputs, conv_weight, plan)
 

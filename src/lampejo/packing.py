@@ -9,6 +9,7 @@ from lampejo.errors import UserError
 from lampejo.models.dflash import DFlash
 from lampejo.models.experts import Experts
 from lampejo.models.layers import Linear, RMSNorm, Target
+from lampejo.ops.cpu import delta
 from lampejo.ops.cpu.arena import Arena
 from lampejo.ops.cpu.fused import (
     MAX_HEAD_DIM,
@@ -23,7 +24,16 @@ from lampejo.ops.cpu.fused import (
 from lampejo.ops.stored import Stored
 
 ReadMatrix = Callable[[str], Stored]
-_FLOATS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+_FLOATS = tuple(
+    f"{name}.weight"
+    for name in (
+        "mlp.gate",
+        "mlp.shared_expert_gate",
+        "linear_attn.in_proj_a",
+        "linear_attn.in_proj_b",
+        "linear_attn.conv1d",
+    )
+)
 
 
 def fits_kernels(head_dim: int, page_size: int) -> bool:
@@ -33,7 +43,7 @@ def fits_kernels(head_dim: int, page_size: int) -> bool:
 
 def stays_float(name: str, shape: Sequence[int]) -> bool:
     """Of a target's parameter: vectors, and small matrices whose rounding would tell. A router in 8 bits chooses
-    other experts."""
+    other experts; the gates of a recurrence act on all tokens after."""
     return len(shape) == 1 or name.endswith(_FLOATS)
 
 
@@ -44,6 +54,7 @@ def pack_target(target: Target, read: ReadMatrix, float_kind: int) -> None:
     """
     _pack_modules(target, read, float_kind)
     config = target.config
+    target.recurrence = delta.plan_runs, delta.delta_net_runs
     _replace_layers(target.model, [FusedLayer(x, config.num_heads, config.num_kv_heads) for x in target.model.layers])
 
 

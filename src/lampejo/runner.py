@@ -62,7 +62,9 @@ class Runner:
             self.device,
         )
         delta_net = config.delta_net
-        self.states = None if delta_net is None else StateCache(delta_net, num_state_slots, self.device)
+        self.states = (
+            None if delta_net is None else StateCache(delta_net, num_state_slots, self.device, target.recurrence)
+        )
         if drafter is None:
             return
         draft = drafter.config

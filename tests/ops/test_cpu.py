@@ -136,12 +136,13 @@ def test_extreme_activations_give_finite_products(isa, value):
     assert torch.allclose(out[0] / max(abs(value), 1e-30), x[0] @ weight.T / max(abs(value), 1e-30), atol=0.3)
 
 
+@pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 8, 64, 99, 576])
-def test_rms_norm_equals_the_reference(isa, size):
+def test_rms_norm_equals_the_reference(isa, size, offset):
     """Sizes with and without a rest."""
-    module = type("Norm", (), {"weight": torch.randn(size), "eps": 1e-5})()
+    module = type("Norm", (), {"weight": torch.randn(size), "eps": 1e-5, "offset": offset})()
     x = torch.randn(5, size)
-    expected = ops.rms_norm(x, module.weight, module.eps)
+    expected = ops.rms_norm(x, module.weight, module.eps, offset)
     assert torch.allclose(FusedNorm(module)(x), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -153,7 +154,7 @@ def native_attention(q, cache, segments):
     from lampejo.ops.cpu.fused import _Step
 
     view = CausalView(cache, segments, None)
-    step = _Step(view, (torch.zeros(1), torch.zeros(1)), len(q))
+    step = _Step(view, (torch.zeros(1, 0), torch.zeros(1, 0)), len(q))
     q = q.contiguous()
     out = torch.empty_like(q)
     num_kv, head_dim = cache.k.shape[2:4]

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel_checks import activations_as_kernels_see_them
-from lampejo import ops
+from kernel_checks import see_as_kernels
 from lampejo.errors import UserError
 from lampejo.models.config import ExpertsConfig
 from lampejo.models.experts import SparseMLP
@@ -42,56 +42,33 @@ class Half:
 
     kernel: Callable[[torch.Tensor], torch.Tensor]
     reference: Callable[[torch.Tensor], torch.Tensor]
-    layer: Layer
+    layer: Any  # that of the kernels
 
 
 def make_half(sizes: ExpertsConfig = SIZES, hidden: int = 72, kind: int = Q8, seed: int = 0) -> Half:
     config = replace(TINY_MOE, hidden_size=hidden)
-    layer = Layer(config, SparseMLP(hidden, sizes))
-    randomise(layer, seed)
-    weights = {name: p.clone() for name, p in layer.named_parameters()}
-    _pack_modules(layer, reader_of(weights), kind)
-    fused = FusedLayer(layer, config.num_heads, config.num_kv_heads)
-    mlp = layer.mlp
+    layers = [randomise(Layer(config, SparseMLP(hidden, sizes)), seed) for _ in range(2)]
+    seen, packed = see_as_kernels(layers[0], kind), layers[1]
+    _pack_modules(packed, reader_of(dict(packed.named_parameters())), kind)
+    fused = FusedLayer(packed, config.num_heads, config.num_kv_heads)
 
     def kernel(x: torch.Tensor) -> torch.Tensor:
         out = x.clone()
-        fused._mlp_half(fused._pointers[1], out.data_ptr(), len(out))
+        fused._mlp_half(fused._mlp_pointer, out.data_ptr(), len(out))
         return out
 
-    def held(matrix: PackedMatrix, which: int = 0) -> torch.Tensor:
-        return matrix.rows(torch.arange(matrix.shape[0]), which)
-
-    def through(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return activations_as_kernels_see_them(ops.swiglu(seen @ gate.T, seen @ up.T)) @ down.T
-
-    def reference(x: torch.Tensor) -> torch.Tensor:
-        normed = ops.rms_norm(x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps)
-        seen, out = activations_as_kernels_see_them(normed), x.clone()
-        ids, shares = ops.route(normed @ weights["mlp.gate.weight"].T, sizes.num_active, sizes.normalised)
-        for expert in range(sizes.num_experts):
-            tokens, slots = torch.where(ids == expert)
-            parts = [held(part, expert) for part in (mlp.experts.gate, mlp.experts.up, mlp.experts.down)]
-            out[tokens] += shares[tokens, slots, None] * through(*parts, seen[tokens])
-        if mlp.shared_expert is not None:
-            shared = mlp.shared_expert
-            parts = [held(part.matrix) for part in (shared.gate_proj, shared.up_proj, shared.down_proj)]
-            share = torch.sigmoid(normed @ weights["mlp.shared_expert_gate.weight"].T)
-            out += share * through(*parts, seen)
-        return out
-
-    return Half(kernel, reference, layer)
+    return Half(kernel, lambda x: x + seen.mlp(seen.post_attention_layernorm(x)), packed)
 
 
 @pytest.mark.parametrize("kind", [Q4, Q8])
 @pytest.mark.parametrize("sizes", [SIZES, WITHOUT_SHARED], ids=["shared", "not normalised"])
 def test_experts_equal_the_reference_on_the_matrices_that_were_packed(isa, kind, sizes):
-    """Off by no more than a code of the activations between the two products."""
+    """Off by a code of the activations at most, where one lay between two codes."""
     half, x = make_half(sizes, kind=kind), torch.randn(33, 72)
     expected = half.reference(x)
     scale = (expected - x).abs().max()
     assert (half.kernel(x) - expected).abs().max() < 4e-3 * scale
-    assert (half.kernel(x) - expected).abs().mean() < 4e-4 * scale
+    assert (half.kernel(x) - expected).abs().median() < 1e-6 * scale
 
 
 def test_a_token_is_computed_alike_whoever_shares_its_experts(isa):
@@ -117,6 +94,7 @@ def test_a_token_is_computed_alike_whoever_shares_its_experts(isa):
 )  # fmt: skip
 def test_experts_of_odd_sizes(num_experts, active, inner, shared, hidden, num_rows, normalised, seed):
     """Sizes that fill no block; experts without a token, one expert alone, all of them active."""
+    set_threads(1)  # packing hundreds of small matrices is as many meetings of threads
     sizes = ExpertsConfig(num_experts, min(active, num_experts), inner, shared, normalised)
     half = make_half(sizes, hidden, seed=seed)
     x = torch.randn(num_rows, hidden, generator=torch.Generator().manual_seed(seed))

@@ -6,7 +6,7 @@ C channels of a Gated DeltaNet.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -207,7 +207,13 @@ class Decoder(nn.Module):
 
 class Target(nn.Module):
     """A target of any architecture: ids in, normed hidden states and taps out; ``logits`` applies the head where they
-    are wanted. Parameters are named as in the checkpoint."""
+    are wanted. Parameters are named as in the checkpoint.
+
+    ``recurrence``: what moves the states of its Gated DeltaNet layers, two operations like ``ops.plan_runs`` and
+    ``ops.delta_net_runs``.
+    """
+
+    recurrence: tuple[Callable[..., Any], Callable[..., torch.Tensor]] = ops.plan_runs, ops.delta_net_runs
 
     def __init__(self, config: ModelConfig, layers: Iterable[Layer]) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class DeltaNet(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.delta_net is not None
-        sizes = config.delta_net
+        self.sizes = sizes = config.delta_net
         value_size = sizes.num_value_heads * sizes.value_head_dim
         self.in_proj_qkv = Linear(config.hidden_size, sizes.num_channels)
         self.in_proj_z = Linear(config.hidden_size, value_size)

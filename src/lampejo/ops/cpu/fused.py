@@ -16,6 +16,7 @@ from torch import nn
 
 from lampejo.errors import UserError
 from lampejo.ops.cpu.arena import Arena
+from lampejo.ops.cpu.delta import FusedDeltaNet
 from lampejo.ops.cpu.library import (
     LIBRARY,
     Q4,
@@ -130,7 +131,7 @@ class FusedNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight = 1 + norm.weight if norm.offset else norm.weight
         self.eps = norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +163,7 @@ class _Step:
             num_tokens,
             len(segments),
             view.cache.page_size,
-            0,
+            2 * rotation[0].shape[1],
             self.segments,
             self.pages,
             None if view.slots is None else view.slots.data_ptr(),
@@ -178,6 +179,43 @@ class _Step:
 def _step(view: Any, rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int) -> _Step:
     view.native = _Step(view, rotation, num_tokens)
     return view.native
+
+
+def _attention_half(
+    layer: Any, num_heads: int, num_kv_heads: int, block: tuple[int, bool, int | None]
+) -> CAttentionHalf:
+    norm, attention = layer.input_layernorm, layer.self_attn
+    length, causal, window = block
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    return CAttentionHalf(
+        norm=norm.weight.data_ptr(),
+        eps=norm.eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=attention.head_dim,
+        q=attention.q_proj.matrix.c,
+        k=attention.k_proj.matrix.c,
+        v=attention.v_proj.matrix.c,
+        out=attention.o_proj.matrix.c,
+        q_norm=None if q_norm is None else q_norm.weight.data_ptr(),
+        k_norm=None if k_norm is None else k_norm.weight.data_ptr(),
+        qk_eps=0.0 if k_norm is None else k_norm.eps,
+        block=length,
+        causal=int(causal),
+        window=window or 0,
+        gated=int(attention.gated),
+    )
+
+
+def _context_half(attention: CAttentionHalf) -> CContextHalf:
+    return CContextHalf(
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        k=attention.k,
+        v=attention.v,
+        k_norm=attention.k_norm,
+        qk_eps=attention.qk_eps,
+    )
 
 
 def _mlp_half(layer: Any) -> CMlpHalf:
@@ -213,7 +251,8 @@ def _experts_half(layer: Any) -> CExpertsHalf:
 
 
 class FusedLayer:
-    """Stands for a pre-norm transformer layer: attention half and MLP half, one call each. Changes x in place.
+    """Stands for a pre-norm transformer layer: attention half and MLP half, one call each; a Gated DeltaNet has three.
+    Changes x in place.
 
     Not a module: a call of one costs as much as a small kernel.
     """
@@ -222,50 +261,32 @@ class FusedLayer:
         self, layer: Any, num_heads: int, num_kv_heads: int, block: tuple[int, bool, int | None] | None = None
     ):
         """``layer`` has packed projections already. ``block``: a drafter's block length, causality and window."""
-        self.layer = layer  # keeps the matrices
-        attention, mlp = layer.self_attn, layer.mlp
-        length, causal, window = block or (0, False, None)
-        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self._attention = CAttentionHalf(
-            norm=layer.input_layernorm.weight.data_ptr(),
-            eps=layer.input_layernorm.eps,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=attention.head_dim,
-            q=attention.q_proj.matrix.c,
-            k=attention.k_proj.matrix.c,
-            v=attention.v_proj.matrix.c,
-            out=attention.o_proj.matrix.c,
-            q_norm=None if q_norm is None else q_norm.weight.data_ptr(),
-            k_norm=None if k_norm is None else k_norm.weight.data_ptr(),
-            qk_eps=0.0 if k_norm is None else k_norm.eps,
-            block=length,
-            causal=int(causal),
-            window=window or 0,
-        )
-        self._mlp = _experts_half(layer) if hasattr(mlp, "experts") else _mlp_half(layer)
-        self._context = CContextHalf(
-            num_kv_heads=num_kv_heads,
-            head_dim=attention.head_dim,
-            k=attention.k_proj.matrix.c,
-            v=attention.v_proj.matrix.c,
-            k_norm=self._attention.k_norm,
-            qk_eps=self._attention.qk_eps,
-        )
-        self._pointers = tuple(ctypes.addressof(c) for c in (self._attention, self._mlp, self._context))
-
         assert LIBRARY is not None
+        self.layer = layer  # keeps the matrices
+        self._delta: FusedDeltaNet | None = None
+        if layer.self_attn is None:
+            self._delta = FusedDeltaNet(layer.input_layernorm, layer.linear_attn)
+        else:
+            self._attention = _attention_half(layer, num_heads, num_kv_heads, block or (0, False, None))
+            self._attention_pointer = ctypes.addressof(self._attention)
+            self._context = _context_half(self._attention)
+        has_experts = hasattr(layer.mlp, "experts")
+        self._mlp = _experts_half(layer) if has_experts else _mlp_half(layer)
+        self._mlp_pointer = ctypes.addressof(self._mlp)
         self._attention_half = LIBRARY.lampejo_attention_half
-        self._mlp_half = LIBRARY.lampejo_experts_half if hasattr(mlp, "experts") else LIBRARY.lampejo_mlp_half
+        self._mlp_half = LIBRARY.lampejo_experts_half if has_experts else LIBRARY.lampejo_mlp_half
 
     def __call__(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], index: int, view: Any
     ) -> torch.Tensor:
         step: _Step = view.native or _step(view, rotation, x.shape[0])
         at = x.data_ptr()
-        k, v = step.k + index * step.k_stride, step.v + index * step.v_stride
-        self._attention_half(self._pointers[0], step.pointer, at, k, v)
-        self._mlp_half(self._pointers[1], at, step.num_tokens)
+        if self._delta is not None:
+            self._delta(x, index, view)
+        else:
+            k, v = step.k + index * step.k_stride, step.v + index * step.v_stride
+            self._attention_half(self._attention_pointer, step.pointer, at, k, v)
+        self._mlp_half(self._mlp_pointer, at, step.num_tokens)
         return x
 
     def store_context(
@@ -275,4 +296,4 @@ class FusedLayer:
         assert LIBRARY is not None
         step = view.native or _step(view, rotation, ctx.shape[0])
         k, v = step.k + index * step.k_stride, step.v + index * step.v_stride
-        LIBRARY.lampejo_context_half(self._pointers[2], step.pointer, ctx.data_ptr(), k, v)
+        LIBRARY.lampejo_context_half(ctypes.addressof(self._context), step.pointer, ctx.data_ptr(), k, v)

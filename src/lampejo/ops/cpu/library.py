@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 Q4, Q4K, Q8 = 0, 1, 2  # kinds of packed matrices
@@ -27,7 +27,7 @@ class CBatch(ctypes.Structure):
         ("num_tokens", c_int32),
         ("num_segments", c_int32),
         ("page_size", c_int32),
-        ("reserved", c_int32),
+        ("rotary_dim", c_int32),
         ("segments", POINTER(CSegment)),
         ("pages", POINTER(c_int32)),
         ("slots", c_void_p),
@@ -53,6 +53,7 @@ class CAttentionHalf(ctypes.Structure):
         ("block", c_int32),
         ("causal", c_int32),
         ("window", c_int32),
+        ("gated", c_int32),
     ]
 
 
@@ -85,6 +86,67 @@ class CExpertsHalf(ctypes.Structure):
     ]
 
 
+class CDeltaSizes(ctypes.Structure):
+    _fields_ = [
+        ("num_key_heads", c_int32),
+        ("num_value_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("conv_size", c_int32),
+        ("tiled", c_int32),
+    ]
+
+
+class CDeltaHalf(ctypes.Structure):
+    _fields_ = [
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("out_eps", c_float),
+        ("sizes", CDeltaSizes),
+        ("qkv", CMatrix),
+        ("z", CMatrix),
+        ("out", CMatrix),
+        ("b", c_void_p),
+        ("a", c_void_p),
+        ("rate", c_void_p),
+        ("step_bias", c_void_p),
+        ("out_norm", c_void_p),
+    ]
+
+
+class CDeltaRun(ctypes.Structure):
+    _fields_ = [
+        ("start", c_int32),
+        ("length", c_int32),
+        ("first_out", c_int32),
+        ("source", c_int32),
+        ("first_store", c_int32),
+        ("num_stores", c_int32),
+    ]
+
+
+class CDeltaStore(ctypes.Structure):
+    _fields_ = [("end", c_int32), ("slot", c_int32)]
+
+
+class CDeltaInputs(ctypes.Structure):
+    _fields_ = [
+        ("sizes", CDeltaSizes),
+        ("num_runs", c_int32),
+        ("reserved", c_int32),
+        ("runs", POINTER(CDeltaRun)),
+        ("stores", POINTER(CDeltaStore)),
+        ("mixed", c_void_p),
+        ("log_decay", c_void_p),
+        ("beta", c_void_p),
+        ("mixed_stride", c_int64),
+        ("gate_stride", c_int64),
+        ("conv_weight", c_void_p),
+        ("windows", c_void_p),
+        ("states", c_void_p),
+    ]
+
+
 class CContextHalf(ctypes.Structure):
     _fields_ = [
         ("num_kv_heads", c_int32),
@@ -97,7 +159,7 @@ class CContextHalf(ctypes.Structure):
     ]
 
 
-ABI = 3  # LAMPEJO_ABI of the header that the structs above mirror
+ABI = 4  # LAMPEJO_ABI of the header that the structs above mirror
 _SIGNATURES = {
     "lampejo_abi": (c_int, []),
     "lampejo_isa": (c_char_p, []),
@@ -112,6 +174,9 @@ _SIGNATURES = {
     "lampejo_attention_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "lampejo_mlp_half": (None, [c_void_p, c_void_p, c_int]),
     "lampejo_experts_half": (None, [c_void_p, c_void_p, c_int]),
+    "lampejo_delta_inputs": (None, [c_void_p, c_void_p, c_int, c_void_p, c_void_p]),
+    "lampejo_delta_runs": (None, [c_void_p, c_void_p]),
+    "lampejo_delta_output": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]),
     "lampejo_context_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "lampejo_paged_attention": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
 }
