@@ -191,8 +191,6 @@ def _lacking(model: ModelConfig, page_size: int) -> str | None:
         return "the CPU kernels were not built"
     if instruction_set() is None:
         return "the CPU kernels do not know this processor"
-    if model.delta_net:
-        return f"the CPU kernels do not know the layers of {model.architecture}"
     if not fits_kernels(model.head_dim, MAX_PAGE_SIZE):
         return f"the CPU kernels do not know heads of {model.head_dim}"
     return (
