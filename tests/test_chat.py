@@ -246,7 +246,7 @@ def test_a_hostile_template_stays_in_the_sandbox(template: str) -> None:
 )
 def test_a_template_that_runs_on_is_cut(template: str) -> None:
     """Case O4: loops, calls, products and output are bounded; range(10**9) is refused by jinja's MAX_RANGE."""
-    with pytest.raises(UserError, match=r"MAX_RANGE|steps|multiplication|power|characters|Recursion"):
+    with pytest.raises(UserError, match=r"MAX_RANGE|steps|multiplication|power|characters|Recursion|seconds"):
         render_chat(template, USER, TOKENIZER, tree=[1, 2])
 
 
@@ -305,3 +305,24 @@ def test_rendering_twice_gives_the_same_and_leaves_the_messages_alone() -> None:
     messages = [{"role": "user", "content": "z"}]
     assert [render_chat(template, messages, TOKENIZER) for _ in range(3)] == ["12z"] * 3
     assert messages == [{"role": "user", "content": "z"}]
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"])
+def test_a_message_to_be_continued_ends_the_prompt(template: str) -> None:
+    """Issue 5: no end of turn after it, and its last blank stays, whatever the template does to texts."""
+    messages = [{"role": "user", "content": "One, two"}, {"role": "assistant", "content": "three, "}]
+    continued = render_chat(template, messages, TOKENIZER, continue_final_message=True)
+    assert continued == "<user>One, two</><assistant>three, "
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "words"),
+    [
+        ("{{ messages[0].content }}", "three", "leaves the last message's text out"),
+        ("x", "", "needs text"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(template: str, content: str, words: str) -> None:
+    messages = [{"role": "user", "content": "One"}, {"role": "assistant", "content": content}]
+    with pytest.raises(UserError, match=words):
+        render_chat(template, messages, TOKENIZER, continue_final_message=True)

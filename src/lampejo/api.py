@@ -224,7 +224,8 @@ class LLM:
                 f"The prompt has {len(prompt_ids)} tokens, which leaves no room in the context of {self.max_context}.",
                 "Shorten the prompt, or load the model with a larger context.",
             )
-        continued = prompt_ids if isinstance(prompt, str) or _is_ids(prompt) else ()
+        is_chat = not (isinstance(prompt, str) or _is_ids(prompt) or template_kwargs.get("continue_final_message"))
+        continued = () if is_chat else prompt_ids
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
         if prompt_logprobs is not None:
             check_number("prompt_logprobs", prompt_logprobs, 0, 20, whole=True)
@@ -236,7 +237,7 @@ class LLM:
             text,
             drafts=drafts,
             prompt_logprobs=prompt_logprobs,
-            guide=self._guide(self.answer_start(prompt_ids, not continued), grammar, thinking_budget),
+            guide=self._guide(self.answer_start(prompt_ids, is_chat), grammar, thinking_budget),
         )
 
     def another(self, request: Request, seed: int | None) -> Request:

@@ -21,6 +21,8 @@ MAX_SECONDS = 10.0  # wall-clock time of one rendering, looked at in each step
 MAX_CHARS = 16_000_000  # of the rendered prompt
 MAX_REPEAT = 1_000_000  # characters or items that one multiplication may make
 
+_CONTINUED = "\ue0c0\ue0de"  # private characters, put where a message is to be continued
+
 _budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
 
 
@@ -30,10 +32,12 @@ def render_chat(
     tokenizer: Tokenizer,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
     **template_kwargs: Any,
 ) -> str:
     """The prompt's text. Encode it with ``add_special_tokens=False``: the template writes BOS and the like itself.
 
+    ``continue_final_message``: it ends with the last message's text, so that the answer goes on from there.
     ``template_kwargs`` are the request's ``chat_template_kwargs`` (``enable_thinking``, ...). Raises UserError when
     the model has no template, messages are malformed, or the template fails, breaks out of the sandbox or runs on.
     """
@@ -42,6 +46,8 @@ def render_chat(
             "The model has no chat template.", "Send a raw prompt instead of messages, or use an instruct model."
         )
     validate_messages(messages)
+    if continue_final_message:
+        return _render_to_be_continued(template, messages, tokenizer, tools, template_kwargs)
     variables = {
         **tokenizer.special_tokens,
         "documents": None,
@@ -74,6 +80,24 @@ def render_chat(
         ) from error
     finally:
         _budget.reset(token)
+
+
+def _render_to_be_continued(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
+) -> str:
+    *before, last = messages
+    content = last.get("content")
+    if not isinstance(content, str) or not content:
+        raise UserError("continue_final_message needs text in the last message.", "Give some, or leave it out.")
+    marked = [*before, {**last, "content": content + _CONTINUED}]
+    text, mark, _ = render_chat(template, marked, tokenizer, False, tools, **template_kwargs).rpartition(_CONTINUED)
+    if not mark:
+        raise UserError("The chat template leaves the last message's text out, so that nothing can continue it.")
+    return text
 
 
 def _bare(error: object) -> str:

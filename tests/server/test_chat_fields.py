@@ -395,6 +395,21 @@ async def test_the_models_own_defaults_hold_where_the_request_says_nothing():
             assert await text(repetition_penalty=1.0, temperature=0) == greedy
 
 
+async def test_the_last_message_can_be_continued():
+    """P1: the prompt ends with its text, and the answer is what comes after."""
+    messages = [*chat("Count.")["messages"], {"role": "assistant", "content": "One, two"}]
+    with scripted_llm(lambda text: [*ids_of(", three"), EOS][len(text) - len(prompt)]) as llm:
+        prompt = llm.encode(messages, continue_final_message=True)
+        assert llm.tokenizer.decode(prompt).endswith("assistant: One, two")
+        async with client_of(llm) as client:
+            body = {"messages": messages, "continue_final_message": True}
+            told = (await ask(client, body)).json()
+            assert told["choices"][0]["message"]["content"] == ", three"
+            assert told["usage"]["prompt_tokens"] == len(prompt)
+            response = await ask(client, body | {"add_generation_prompt": True})
+            assert response.json()["error"]["param"] == "continue_final_message"
+
+
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
