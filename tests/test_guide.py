@@ -6,6 +6,7 @@ import random
 import threading
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 import torch
 
@@ -14,9 +15,11 @@ from lampejo.answer_parser import AnswerParser
 from lampejo.errors import UserError
 from lampejo.grammar import MAX_CHARS, Grammar, Grammars
 from lampejo.guide import Guide
-from scripted import EOS, VOCAB, answering, knowing, scripted_llm
+from lampejo.request import StopParams
+from scripted import EOS, VOCAB, answering, knowing, lively_pair, scripted_llm
 from test_answer import calls_of, merged
-from test_grammar import GRAMMARS, SAMPLED, TOKENS, ids, llm_of
+from test_grammar import GRAMMARS, SAMPLED, TOKENS, ids, llm_of, random_schema
+from tiny import TINY, TINY_HYBRID, ScriptedDrafter, make_engine, make_request, prompt_of, run
 
 GRAMMARS_OF_TOKENS = Grammars(TOKENS, VOCAB, (EOS,))
 END = TOKENS.encode("\n</think>\n\n")
@@ -365,3 +368,35 @@ def test_what_of_a_strict_function_cannot_be_enforced_is_refused():
         grammar = Grammar.for_tools([{"type": "function", "function": function}], "required", True, style)
         assert GRAMMARS_OF_TOKENS.guide("closed", grammar).error is None
     assert json.loads(Grammar.json_object().body)
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_HYBRID], ids=["attention", "recurrent"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_model_of_layers_with_its_drafter_keeps_to_grammars_exactly(config, sampling):
+    """S1, S2: rows with and without grammars side by side, states of recurrent layers included."""
+    target, drafter = lively_pair(config)
+    rng = random.Random(3)
+    schemas = [random_schema(rng) for _ in range(10)]
+
+    def answers(**engine) -> list[list[int]]:
+        requests = []
+        for i, schema in enumerate(schemas):
+            requests.append(make_request(prompt_of(9 + i, i), StopParams(max_tokens=300), **sampling))
+            if i % 5:
+                requests[-1].guide = GRAMMARS_OF_TOKENS.guide("closed", Grammar.json_schema(schema))
+        found = run(make_engine(target, max_rows=4, max_context=600, **engine), requests)
+        for request, schema in zip(requests, schemas, strict=True):
+            if request.guide is not None and request.finish_reason == "stop":
+                jsonschema.validate(json.loads(TOKENS.decode(request.output_ids)), schema)
+        assert sum(request.finish_reason == "stop" for request in requests if request.guide) > 5
+        return found
+
+    plain = answers()
+    assert answers(drafter=drafter, dflash=True, width=6) == plain
+    truth = {tuple(prompt_of(9 + i, i)): answer for i, answer in enumerate(plain)}
+    script = ScriptedDrafter(
+        lambda request, width: [
+            t if rng.random() < 0.85 else 9 for t in truth[tuple(request.prompt_ids)][request.num_output :][:width]
+        ]
+    )
+    assert answers(drafters=[script], width=6) == plain
