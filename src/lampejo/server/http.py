@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> bytes:
-    """Compact UTF-8."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Compact UTF-8. Half of a surrogate pair, which is no UTF-8, is escaped as it came."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
