@@ -237,6 +237,17 @@ async def test_the_line_for_anthropics_accounts_does_not_spoil_the_cache():
     assert usage["cache_read_input_tokens"] > 200
 
 
+async def test_an_answer_goes_on_from_the_assistants_last_message():
+    """Anthropic's prefill: the answer is what follows it."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+    with thinking_model(" Well, yes.") as llm:
+        async with client_of(llm) as client:
+            whole = (await ask(client, body(messages=messages), PATH)).json()
+            assert same(whole, folded(await events(client, body(messages=messages), PATH)))
+    assert whole["content"] == [{"type": "text", "text": " yes."}]
+
+
+USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {}}
 IMAGE = [{"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}]
 
 
@@ -249,7 +260,7 @@ IMAGE = [{"type": "image", "source": {"type": "url", "url": "https://example.org
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages"),
         ({"system": IMAGE}, "system[0]"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1.0}, "temperature"),

@@ -64,6 +64,8 @@ class PromptBody(Body):
 
     def _template_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            kwargs["continue_final_message"] = True  # Anthropic's prefill
         if self.thinking is not None:
             kind = self.thinking.get("type")
             if kind not in ("enabled", "adaptive", "disabled"):
@@ -147,8 +149,8 @@ def _messages(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str
     for role, turn in groupby(enumerate(messages), lambda pair: pair[1]["role"]):
         blocks = [block for i, message in turn for block in _blocks(message.get("content"), f"messages[{i}].content")]
         told += makers[role](blocks)
-    if messages[-1]["role"] == "assistant":
-        raise refused("messages", "the last is the assistant's; to have it continued is not supported.")
+    if told[-1].get("tool_calls"):
+        raise refused("messages", "the last has a call, which cannot be continued; send its result.")
     return told
 
 
