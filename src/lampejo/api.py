@@ -16,7 +16,6 @@ from lampejo.engine import Engine
 from lampejo.errors import UserError
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.grammar import Grammar, Grammars
-from lampejo.guide import Guide
 from lampejo.loader import Loaded, load_model
 from lampejo.request import Request, StopParams, TokenDelta
 from lampejo.sampling import SamplingParams, check_number
@@ -133,7 +132,7 @@ class LLM:
         self.max_context = config.max_context or 0
         self.engine = Engine(loaded.runner, loaded.speculator, config, loaded.eos_ids)
         self._vocab_size = loaded.runner.target.config.vocab_size
-        self.style = style_of(loaded.chat_template)
+        self.style = style_of(loaded.chat_template)  # how it marks up reasoning and tool calls
         self._grammars = Grammars(loaded.tokenizer, self._vocab_size, loaded.eos_ids)
         self._ids = itertools.count()
         self.frontend = Frontend(self.engine)  # for those who submit requests themselves
@@ -237,7 +236,7 @@ class LLM:
             text,
             drafts=drafts,
             prompt_logprobs=prompt_logprobs,
-            guide=self._guide(self.answer_start(prompt_ids, is_chat), grammar, thinking_budget),
+            guide=self._grammars.guide(self.answer_start(prompt_ids, is_chat), grammar, thinking_budget),
         )
 
     def another(self, request: Request, seed: int | None) -> Request:
@@ -260,15 +259,6 @@ class LLM:
         end = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
         start = start_of(end, self.style)
         return start if is_chat or start == "open" else "closed"
-
-    def _guide(self, start: Start, grammar: Grammar | None, thinking_budget: int | None) -> Guide | None:
-        if grammar is not None and not isinstance(grammar, Grammar):
-            raise UserError(f"grammar must be a Grammar, not {grammar!r}.", "Make one with Grammar.json_schema(...).")
-        if thinking_budget is not None:
-            check_number("thinking_budget", thinking_budget, 0, 2**31, whole=True)
-        if grammar is None and (thinking_budget is None or start == "closed"):
-            return None
-        return self._grammars.guide(start, grammar, thinking_budget)
 
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
         """Prompt ids of text or token ids (as they are) or messages (through the chat template)."""

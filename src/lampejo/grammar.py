@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from lampejo.answer import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Start, Style
 from lampejo.errors import UserError
 from lampejo.guide import Guide, Vocabulary
+from lampejo.sampling import check_number
 from lampejo.tokenizer import Tokenizer
 
 MAX_CHARS = 200_000  # of a grammar; llguidance compiles recursively, and what is longer could outgrow the stack
@@ -236,8 +237,15 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def guide(self, start: Start, grammar: Grammar | None = None, budget: int | None = None) -> Guide:
-        """For one answer. ``UserError`` if the grammar is not supported, or nothing matches it."""
+    def guide(self, start: Start, grammar: Grammar | None = None, budget: int | None = None) -> Guide | None:
+        """For one answer, None where there is nothing to enforce. budget: tokens of reasoning. ``UserError`` if the
+        grammar is not supported, or nothing matches it."""
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise UserError(f"grammar must be a Grammar, not {grammar!r}.", "Make one with Grammar.json_schema(...).")
+        if budget is not None:
+            check_number("thinking_budget", budget, 0, 2**31, whole=True)
+        if grammar is None and (budget is None or start == "closed"):
+            return None
         if budget is not None and END_THINK not in self._tokenizer.decode(self._vocabulary.end_thinking):
             raise UserError(f"thinking_budget has no use: {END_THINK} cannot be written with this model's tokens.")
         return Guide(self._vocabulary, start, self._matcher(grammar, start) if grammar else None, budget)

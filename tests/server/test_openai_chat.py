@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lampejo.answer import style_of
 from lampejo.server.openai_chat import ChatBody, ChatWriter
 from scripted import CHAT, ids_of, knowing
 from server_app import ask, chat, client_of, events, model_saying, text_of
@@ -93,7 +94,7 @@ async def test_reasoning_and_calls_are_told_apart_whatever_the_blocks(width):
     """T3, T4, T5: stream and whole answer are equal, two calls have indices 0 and 1, reasoning is counted by tokens."""
     answer = CALLS.replace("\n", " ")
     with model_saying(answer, [knowing(ids_of(answer), 16)], width=width) as llm:
-        llm.chat_template = QWEN
+        llm.chat_template, llm.style = QWEN, style_of(QWEN)
         async with client_of(llm) as client:
             whole = (await ask(client, chat(tools=TOOLS))).json()
             chunks = await events(client, chat(tools=TOOLS, stream_options={"include_usage": True}))

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from lampejo.answer import Content, Event, ThoughtCounter, ToolStart, start_of, style_of
+from lampejo.answer import Content, Event, ThoughtCounter, ToolStart
 from lampejo.answer_parser import AnswerParser
 from lampejo.api import LLM, Chunk, Progress, Prompt
 from lampejo.errors import UserError
@@ -202,7 +202,7 @@ class Service:
         self.draining = False
         self.num_active = 0  # requests that were let in and are not over
         self.counts = Counts()
-        self.style = style_of(llm.chat_template)
+        self.style = llm.style
         self.idle = asyncio.Event()
         self.idle.set()
         self._max_rows = llm.engine.scheduler.max_rows
@@ -262,8 +262,7 @@ class Service:
         return requests
 
     def _take_apart(self, answer: _Answer, tools: Sequence[Mapping[str, Any]]) -> None:
-        end_of_prompt = self.llm.tokenizer.decode(answer.request.prompt_ids[-16:], skip_special_tokens=False)
-        start = start_of(end_of_prompt, self.style)
+        start = self.llm.answer_start(answer.request.prompt_ids)
         answer.parser, answer.thoughts = AnswerParser(start, tools), ThoughtCounter(start)
 
     def _let_in(self) -> None:
