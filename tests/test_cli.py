@@ -193,6 +193,9 @@ def test_json_is_one_object_with_everything_about_the_answer(run):
         "num_spec_steps",
         "num_accepted_draft_tokens",
         "num_draft_tokens",
+        "policy",
+        "lossless",
+        "num_inexact_tokens",
     }
     assert len(answer["ids"]) == answer["usage"]["completion_tokens"] == len(answer["logprobs"]) == 6
     for token_id, entry in zip(answer["ids"], answer["logprobs"], strict=True):
@@ -501,7 +504,7 @@ def test_a_model_without_template_does_not_chat(run, parts, monkeypatch):
         loaded, config = parts(*args)
         return replace(without_drafts(loaded), chat_template=None), config
 
-    monkeypatch.setattr("lampejo.api.load_model", without_template)
+    monkeypatch.setattr("lampejo.cli_options.load_model", without_template)
     assert_one_line(*run("chat"), "no chat template", "--raw")
     assert_one_line(*run("generate", "--system", "x", "y"), "no chat template")
     assert json.loads(run("generate", "--json", "--max-tokens", "1", "one two")[1])["usage"]["prompt_tokens"] == 2

@@ -1,5 +1,6 @@
 """Lossy acceptance: what it takes and what it refuses, where it ends, what it counts, how it is told."""
 
+import asyncio
 import math
 import random
 from collections import Counter
@@ -11,12 +12,18 @@ import pytest
 import torch
 
 from lampejo.accept import VerifyRow, accept
+from lampejo.api import LLM
+from lampejo.chat_session import ChatSession
+from lampejo.config import Drafting
 from lampejo.engine import Engine
-from lampejo.errors import DamagedModel
+from lampejo.errors import DamagedModel, UserError
 from lampejo.request import DraftStats, Request, StopParams
 from lampejo.sampling import History, SamplingParams, choose, is_typical, process_logits
+from lampejo.server.models_info import fingerprint
+from lampejo.terminal import drafting_mode, start_lines, statistics_line
 from lampejo.text import TextStream
-from scripted import VOCAB, Target, ids_of, knowing, make_tokenizer, random_target, scripted_engine
+from scripted import VOCAB, Target, ids_of, knowing, make_tokenizer, random_target, scripted_engine, scripted_llm
+from server_app import ask, chat, client_of
 from test_recurrent import scripted_hybrid
 from tiny import ScriptedDrafter, run
 
@@ -327,3 +334,99 @@ def test_statistics_of_several_answers_are_lossless_if_all_of_them_are():
     total.add(DraftStats(num_spec_steps=1, policy="typical", num_inexact_tokens=2))
     total.add(DraftStats(num_spec_steps=1))
     assert (total.policy, total.num_inexact_tokens, total.as_dict()["lossless"]) == ("typical", 2, False)
+
+
+# As it is told
+
+
+def babbling_llm(typical: float | None = TYPICAL, **config: Any) -> LLM:
+    return scripted_llm(babble, [drafting("abc")], drafting=Drafting(typical=typical), **{"width": 3, **config})
+
+
+def test_a_lossy_answer_says_so_and_a_greedy_or_plain_one_is_lossless():
+    """Design principle 6: each response tells its own policy, whatever that of the model is."""
+    with babbling_llm() as llm:
+        lossy = llm.generate("abc", temperature=1.0, max_tokens=40, seed=1).speculation
+        assert (lossy["policy"], lossy["lossless"]) == ("typical", False)
+        assert 0 < lossy["num_inexact_tokens"] <= lossy["num_accepted_draft_tokens"] == 29
+        for params in ({"temperature": 0.0}, {"temperature": 1.0, "drafts": False}):
+            exact = llm.generate("abc", max_tokens=40, seed=1, **params).speculation
+            assert (exact["policy"], exact["lossless"], exact["num_inexact_tokens"]) == ("lossless", True, 0)
+        again = llm.another(llm.make_request("abc", temperature=1.0), seed=1)
+        assert again.typical == TYPICAL
+
+
+def test_a_model_with_width_0_or_a_lossless_policy_answers_alike():
+    answers = []
+    for typical, width in ((TYPICAL, 0), (None, 3), (None, 0)):
+        with babbling_llm(typical, width=width) as llm:
+            completion = llm.generate("abc", temperature=1.0, max_tokens=40, seed=1)
+            assert completion.speculation["lossless"]
+            answers.append(completion.ids)
+    assert answers[0] == answers[1] == answers[2]
+
+
+LOSSY_INFO = {"drafter": "d", "drafters": ["dflash"], "width": "auto", "policy": "typical", "lossless": False}
+
+
+def test_the_banner_and_the_statistics_line_say_that_a_policy_is_lossy():
+    info = {**LOSSY_INFO, "typical_threshold": 0.09}
+    assert "NOT LOSSLESS" in drafting_mode(info) and "typical acceptance from 0.09" in drafting_mode(info)
+    assert start_lines(info)[0].startswith("lampejo: NOT LOSSLESS: --policy typical")
+    with babbling_llm() as llm:
+        completion = llm.generate("abc", temperature=1.0, max_tokens=40, seed=1)
+    told = statistics_line(completion, info)
+    num_inexact = completion.speculation["num_inexact_tokens"]
+    assert f"29 of 29 drafts accepted, {num_inexact} of them not the target's own choice (not lossless)" in told
+    lossless = {**info, "policy": "lossless", "lossless": True}
+    assert "LOSSLESS" not in drafting_mode(lossless) and not start_lines(lossless)
+
+
+def test_the_statistics_of_a_chat_add_lossy_answers_up(capsys):
+    with babbling_llm() as llm:
+        llm.info.update(model="tiny", typical_threshold=TYPICAL, **LOSSY_INFO)
+        session = ChatSession(llm, {"temperature": 1.0, "max_tokens": 40}, None)
+        session.answer("first")
+        first = session.stats.num_inexact_tokens
+        session.answer("second")
+        assert 0 < first < session.stats.num_inexact_tokens
+        assert "(not lossless)" in session.statistics() and "NOT LOSSLESS" in session.statistics()
+    capsys.readouterr()
+
+
+def test_a_server_tells_its_policy_and_each_response_its_own():
+    """/health, /v1/models and ``metrics.speculative_decoding``."""
+
+    async def look() -> tuple[Any, ...]:
+        llm = babbling_llm()
+        llm.info.update(model="tiny", typical_threshold=TYPICAL, **LOSSY_INFO)
+        with llm:
+            async with client_of(llm) as client:
+                health = (await client.get("/health")).json()
+                card = (await client.get("/v1/models")).json()["data"][0]["lampejo"]
+                body = chat(max_tokens=40, temperature=1.0)
+                lossy = await ask(client, body)
+                greedy = await ask(client, {**body, "temperature": 0})
+                return health, card, lossy.json(), greedy.json()
+
+    health, card, lossy, greedy = asyncio.run(look())
+    for told in (health, card):
+        assert (told["policy"], told["lossless"]) == ("typical", False) and "NOT LOSSLESS" in told["mode"]
+    told = lossy["metrics"]["speculative_decoding"]
+    assert (told["policy"], told["lossless"]) == ("typical", False) and told["num_inexact_tokens"] > 0
+    assert greedy["metrics"]["speculative_decoding"]["lossless"] is True
+
+
+def test_the_fingerprint_of_a_lossy_server_is_another():
+    """Equal fingerprints promise equal answers."""
+    with babbling_llm() as llm:
+        llm.info.update(LOSSY_INFO)
+        lossy = fingerprint(llm)
+        llm.info["policy"] = "lossless"
+        assert fingerprint(llm) != lossy
+
+
+@pytest.mark.parametrize("typical", [0, -1, 1.5, True, "0.1", math.nan])
+def test_a_threshold_that_is_none_is_refused(typical):
+    with pytest.raises(UserError, match="threshold"):
+        Drafting(typical=typical)

@@ -13,19 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lampejo.api import LLM, Chunk, Completion, load
-    from lampejo.config import EngineConfig
+    from lampejo.config import Drafting, EngineConfig
     from lampejo.errors import UserError
     from lampejo.request import StopParams
     from lampejo.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Chunk", "Completion", "EngineConfig", "Grammar", "SamplingParams", "StopParams", "UserError", "load"]
+__all__ = [
+    "LLM",
+    "Chunk",
+    "Completion",
+    "Drafting",
+    "EngineConfig",
+    "Grammar",
+    "SamplingParams",
+    "StopParams",
+    "UserError",
+    "load",
+]
 
 _MODULES = {
     "LLM": "api",
     "Chunk": "api",
     "Completion": "api",
     "load": "api",
+    "Drafting": "config",
     "EngineConfig": "config",
     "Grammar": "grammar",
     "UserError": "errors",

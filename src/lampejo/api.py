@@ -16,7 +16,7 @@ from lampejo.engine import Engine
 from lampejo.errors import UserError
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.grammar import Grammar, Grammars
-from lampejo.loader import Loaded, load_model
+from lampejo.loader import Loaded, load_model, with_thinking
 from lampejo.request import Request, StopParams, TokenDelta
 from lampejo.sampling import SamplingParams, check_number
 from lampejo.text import TextStream
@@ -127,9 +127,11 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.chat_template = loaded.chat_template
         self.generation_defaults = loaded.generation_defaults
+        self.template_defaults = loaded.template_defaults
         self.info = loaded.info
         self.load_s = loaded.load_s
         self.max_context = config.max_context or 0
+        self._typical = config.drafting.typical if loaded.speculator.drafters else None
         self.engine = Engine(loaded.runner, loaded.speculator, config, loaded.eos_ids)
         self._vocab_size = loaded.runner.target.config.vocab_size
         self.style = style_of(loaded.chat_template)  # how it marks up reasoning and tool calls
@@ -235,6 +237,7 @@ class LLM:
             stops,
             text,
             drafts=drafts,
+            typical=self._typical if drafts and sampling.temperature > 0 else None,
             prompt_logprobs=prompt_logprobs,
             guide=self._grammars.guide(self.answer_start(prompt_ids, is_chat), grammar, thinking_budget),
         )
@@ -250,6 +253,7 @@ class LLM:
             request.stops,
             request.text.fresh(),
             drafts=request.drafts,
+            typical=request.typical,
             prompt_logprobs=request.prompt_logprobs,
             guide=request.guide.fresh() if request.guide else None,
         )
@@ -261,7 +265,8 @@ class LLM:
         return start if is_chat or start == "open" else "closed"
 
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
-        """Prompt ids of text or token ids (as they are) or messages (through the chat template)."""
+        """Prompt ids of text or token ids (as they are) or messages (through the chat template, whose arguments by
+        default are ``template_defaults``)."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if prompt else []
         if _is_ids(prompt):
@@ -271,7 +276,9 @@ class LLM:
         if not prompt:
             return []
         messages = cast(Messages, prompt)  # or what render_chat refuses
-        text = render_chat(self.chat_template, messages, self.tokenizer, **template_kwargs)
+        text = render_chat(
+            self.chat_template, messages, self.tokenizer, **{**self.template_defaults, **template_kwargs}
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
@@ -324,12 +331,14 @@ def load(
     config: EngineConfig | None = None,
     threads: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
+    thinking: bool | None = None,
 ) -> LLM:
     """Loads a model and starts its engine.
 
     model: an alias, a hub repository id, a folder of safetensors or a GGUF file. drafter: "auto" (n-gram where the text
     repeats itself, else the DFlash drafter that belongs to the model, if there is one), "ngram", "dflash", "none", or
-    the folder or repository of a DFlash drafter. threads: of the CPU operations, None keeps torch's choice.
+    the folder or repository of a DFlash drafter. threads: of the CPU operations, None keeps torch's choice. thinking:
+    whether answers begin with reasoning, None leaves it to the chat template; a request's own word goes first.
     """
     for name, value in (("model", model), ("drafter", drafter)):
         if not isinstance(value, str | Path):
@@ -338,7 +347,7 @@ def load(
     if not isinstance(config, EngineConfig):
         raise UserError(f"config must be an EngineConfig, not {config!r}.", "Import it from lampejo, or leave it out.")
     loaded, config = load_model(model, drafter, config, threads, target_layer_ids)
-    return LLM(loaded, config)
+    return LLM(loaded if thinking is None else with_thinking(loaded, thinking), config)
 
 
 def _check_template_kwargs(kwargs: Any) -> None:

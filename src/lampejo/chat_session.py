@@ -197,6 +197,8 @@ def _add(stats: DraftStats, speculation: Mapping[str, Any]) -> None:
     stats.num_spec_steps += steps
     stats.num_draft_tokens += speculation["num_draft_tokens"]
     stats.num_accepted_draft_tokens += speculation["num_accepted_draft_tokens"]
+    stats.num_inexact_tokens += speculation["num_inexact_tokens"]
+    stats.policy = speculation["policy"] if stats.lossless else stats.policy
     stats.num_committed_tokens += round(steps * (speculation["mean_acceptance_length"] or 0))
     pairs = zip_longest(stats.acceptance_histogram, histogram, fillvalue=0)
     stats.acceptance_histogram = [a + b for a, b in pairs]

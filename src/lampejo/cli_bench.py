@@ -26,6 +26,10 @@ from lampejo.terminal import status
 from lampejo.weights.store import locate
 
 SECTIONS = ("process", "categories", "concurrency", "lengths", "verify", "peers")
+MODEL_FLAGS = (
+    *("model", "drafter", "target_layer_ids", "context", "thinking", "ops", "quantize", "device", "dtype", "threads"),
+    *("preset", "width", "block", "draft_window", "max_rows", "policy", "typical_threshold"),
+)
 BUSY = 0.2  # cores; more than that of other work is told
 MEMORY_PROMPT, MEMORY_ANSWER = 1500, 64  # tokens of the answer whose process is weighed
 
@@ -64,19 +68,7 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
     rates = None if args.synthetic_acceptance is None else tuple(parse_rates(args.synthetic_acceptance))
     if args.width == 0 and (rates is not None or args.arms not in (None, "plain")):
         raise UserError("--width 0 leaves no drafts to measure.", "Leave it out, or give --arms plain.")
-    named = (
-        "model",
-        "drafter",
-        "target_layer_ids",
-        "width",
-        "context",
-        "threads",
-        "ops",
-        "quantize",
-        "device",
-        "dtype",
-    )
-    given = [(name, getattr(args, name)) for name in named if getattr(args, name) is not None]
+    given = [(name, getattr(args, name)) for name in MODEL_FLAGS if getattr(args, name) is not None]
     return BenchOptions(
         model=model_options(args),
         model_flags=tuple(part for name, value in given for part in (f"--{name.replace('_', '-')}", str(value))),
@@ -113,7 +105,7 @@ def bench(options: BenchOptions) -> int:
     loaded, config = options.model.load_parts()
     around["threads"] = threads
     arms = _possible(options.arms, loaded, results)
-    speculators = make_speculators(loaded, arms, options.model.width, options.rates)
+    speculators = make_speculators(loaded, arms, options.model.engine.width, options.rates)
     results.arms = list(speculators)
     bench = Bench(loaded, config, speculators, results)
     try:
@@ -159,7 +151,7 @@ def _sections(bench: Bench, options: BenchOptions, peers: Sequence[Peer]) -> Non
 
 def _start(options: BenchOptions, results: Results) -> None:
     """The figures of fresh processes. The first start fills the disk cache and is not counted."""
-    num_tokens = min(MEMORY_PROMPT, (options.model.context or MEMORY_PROMPT * 2) // 2)
+    num_tokens = min(MEMORY_PROMPT, (options.model.engine.max_context or MEMORY_PROMPT * 2) // 2)
     prompt = long_prompt(num_tokens, lambda messages: len(messages[0]["content"]) // 4)
     assert prompt is not None
     try:
@@ -187,14 +179,13 @@ def _possible(arms: Sequence[str], loaded: Loaded, results: Results) -> list[str
 def _model(loaded: Loaded, options: BenchOptions) -> dict[str, Any]:
     """The mode that the figures hold for (case V3)."""
     template = loaded.chat_template
-    has_switch = template is not None and "enable_thinking" in template
     suite = options.suite
     return {
         "ops": "reference",
+        "thinking": "the template has no such mode",
         **loaded.info,
         "load_s": loaded.load_s,
         "chat_template": "the model's own" if template else "none, prompts are plain text",
-        "thinking": "the template's default" if has_switch else "the template has no such mode",
         "answers": f"greedy, and at temperature 0.7 with a seed; up to {suite.max_tokens} tokens, each to its own end",
         "runs": suite.runs,
         "cache": os.environ.get("LAMPEJO_CACHE", "default"),

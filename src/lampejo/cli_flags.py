@@ -1,10 +1,20 @@
 """The flags that name a model and shape an answer, and their help. No torch here: ``--help`` answers at once."""
 
 import argparse
+from collections.abc import Mapping
 
 from lampejo.weights.aliases import DEFAULT
 
 DEFAULT_MAX_TOKENS = 512
+TYPICAL_THRESHOLD = 0.09
+
+# What a use sets, as flags and their values; a flag that is given goes first. docs/policies.md has the reasons.
+PRESETS: dict[str, dict[str, str | int]] = {
+    "chat": {"thinking": "off"},
+    "code": {"thinking": "on"},
+    "agent": {"draft_window": 2048},
+    "batch": {"thinking": "off", "block": 4, "max_rows": 32},
+}
 
 
 def add_model_flags(parser: argparse.ArgumentParser, with_model: bool = True) -> None:
@@ -23,8 +33,10 @@ def add_model_flags(parser: argparse.ArgumentParser, with_model: bool = True) ->
     group.add_argument(
         "--target-layer-ids", metavar="I,J,...", help="the drafter's taps, 0-based, for a drafter that does not tell"
     )
-    group.add_argument("--width", type=int, metavar="N", help="drafts per step; 0 is plain (default: measured)")
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    group.add_argument(
+        "--thinking", choices=("on", "off"), help="whether answers begin with reasoning (default: the chat template's)"
+    )
     group.add_argument(
         "--ops",
         choices=("auto", "cpu", "reference"),
@@ -47,6 +59,38 @@ def add_model_flags(parser: argparse.ArgumentParser, with_model: bool = True) ->
         help="of weights, keys and values on a GPU; fp32 on a CPU is --quantize none (default: bf16 on a GPU)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    group = parser.add_argument_group("speed", f"What --preset sets, unless its flags are given:\n{preset_lines()}")
+    group.add_argument("--preset", choices=tuple(PRESETS), help="settings for a use; all of them are lossless")
+    group.add_argument("--width", type=int, metavar="N", help="drafts per step; 0 is plain (default: measured)")
+    group.add_argument(
+        "--block", type=int, metavar="N", help="tokens that a DFlash drafter drafts at once, at most (default: its own)"
+    )
+    group.add_argument(
+        "--draft-window", type=int, metavar="N", help="tokens it looks back on, at most (default: its own choice)"
+    )
+    group.add_argument("--max-rows", type=int, metavar="N", help="requests decoded at once (default: 16)")
+    group.add_argument(
+        "--policy",
+        choices=("lossless", "typical"),
+        default="lossless",
+        help="which drafts are accepted: those that the target chooses itself (lossless), or, above temperature 0, "
+        "also those that it finds typical: faster, but NOT LOSSLESS (default: lossless)",
+    )
+    group.add_argument(
+        "--typical-threshold",
+        type=float,
+        metavar="P",
+        help=f"of --policy typical, above 0 and up to 1; lower accepts more (default: {TYPICAL_THRESHOLD})",
+    )
+
+
+def preset_lines() -> str:
+    """What each preset sets, in flags, one on each line."""
+
+    def words(flags: Mapping[str, str | int]) -> str:
+        return " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())
+
+    return "\n".join(f"  {name:<6} {words(flags)}" for name, flags in PRESETS.items())
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, with_logprobs: bool = True) -> None:
@@ -56,7 +100,7 @@ def add_answer_flags(parser: argparse.ArgumentParser, with_logprobs: bool = True
     group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens; 0 is off")
     group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens that make up P; 1 is off")
     group.add_argument("--min-p", type=float, metavar="P", help="only tokens of P times the likeliest's probability")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer, with any drafter")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer, if lossless")
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 avoids tokens seen; 1 is off")
     group.add_argument("--presence-penalty", type=float, metavar="X", help="-2 to 2, as OpenAI defines it")
     group.add_argument("--frequency-penalty", type=float, metavar="X", help="-2 to 2, as OpenAI defines it")

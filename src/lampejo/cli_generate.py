@@ -51,7 +51,7 @@ class GenerateOptions:
             )
         if "logprobs" in self.params and (self.compare or not self.as_json):
             raise UserError("--logprobs is part of the object that --json prints.", "Add --json, without --compare.")
-        if self.compare and (self.model.drafter == "none" or self.model.width == 0):
+        if self.compare and (self.model.drafter == "none" or self.model.engine.width == 0):
             raise UserError("--compare has nothing to compare without drafts.", "Choose another --drafter or --width.")
 
     def prompt(self, llm: LLM) -> Prompt:
@@ -150,7 +150,11 @@ def compare(options: GenerateOptions) -> int:
         print(json.dumps(result, ensure_ascii=False))
     else:
         print(_comparison(plain, drafted, loaded.info, speedup))
-        may_part = " (at near-ties a GPU may choose either token)" if loaded.info.get("ops") == "device" else ""
+        may_part = ""
+        if not drafted.speculation["lossless"]:
+            may_part = f" (--policy {drafted.speculation['policy']} is not lossless)"
+        elif loaded.info.get("ops") == "device":
+            may_part = " (at near-ties a GPU may choose either token)"
         print(f"identical: {'yes' if identical else f'no{may_part}'}")
     return 0 if identical else 1
 

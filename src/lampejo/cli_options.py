@@ -3,13 +3,14 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lampejo.api import LLM, load
-from lampejo.config import EngineConfig
+from lampejo.api import LLM
+from lampejo.cli_flags import PRESETS, TYPICAL_THRESHOLD
+from lampejo.config import Drafting, EngineConfig
 from lampejo.errors import UserError
-from lampejo.loader import Loaded, load_model
+from lampejo.loader import Loaded, has_thinking, load_model, with_thinking
 from lampejo.request import StopParams
 from lampejo.sampling import SamplingParams, check_number
 from lampejo.terminal import fallback_line, start_lines, status
@@ -18,68 +19,54 @@ from lampejo.weights.aliases import DEFAULT
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model with which drafter, and how its engine runs. ``None`` leaves the choice to the engine."""
+    """Which model with which drafter, and how its engine runs. ``None`` leaves the choice to the engine.
+
+    thinking: whether answers begin with reasoning; where only a preset asks for it, models that cannot be told so are
+    left as they are.
+    """
 
     model: str = DEFAULT
     drafter: str = "auto"
     target_layer_ids: tuple[int, ...] | None = None
-    width: int | None = None
-    context: int | None = None
     threads: int | None = None
-    ops: str = "auto"
-    quantize: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
+    thinking: bool | None = None
+    is_thinking_asked: bool = False
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        if self.width is not None:
-            check_number("--width", self.width, 0, 1024, whole=True)
-        if self.context is not None:
-            check_number("--context", self.context, 2, 2**31, whole=True)
+        engine = self.engine
+        if engine.width is not None:
+            check_number("--width", engine.width, 0, 1024, whole=True)
+        if engine.max_context is not None:
+            check_number("--context", engine.max_context, 2, 2**31, whole=True)
+        check_number("--max-rows", engine.max_rows, 1, 4096, whole=True)
         if self.threads is not None:
             check_number("--threads", self.threads, 1, 4096, whole=True)
-        if self.drafter == "none" and self.width:
+        if self.drafter == "none" and engine.width:
             raise UserError("--width asks for drafts, --drafter none for none.", "Leave one of them out.")
+        if engine.drafting.typical is not None and (self.drafter == "none" or engine.width == 0):
+            raise UserError("--policy typical is about drafts, and there are none.", "Leave it out.")
         if self.target_layer_ids is not None and self.drafter in ("none", "ngram"):
             raise UserError(
                 f"--target-layer-ids says nothing to --drafter {self.drafter}.",
                 "Leave it out, or name a DFlash drafter.",
             )
-        _ = self.engine_config  # it refuses settings that do not go together
-
-    @property
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig(
-            max_context=self.context,
-            width=self.width,
-            ops=self.ops,
-            quantize=self.quantize,
-            device=self.device,
-            dtype=self.dtype,
-        )
 
     def without_dflash(self) -> "ModelOptions":
         """The same model with drafts by n-gram alone."""
         return replace(self, drafter="ngram", target_layer_ids=None)
 
     def load(self) -> LLM:
-        with status(f"loading {self.model}"):
-            llm = load(
-                self.model,
-                self.drafter,
-                config=self.engine_config,
-                threads=self.threads,
-                target_layer_ids=self.target_layer_ids,
-            )
-        _tell(llm.info)
-        return llm
+        return LLM(*self.load_parts())
 
     def load_parts(self) -> tuple[Loaded, EngineConfig]:
         """For those who make more than one engine of them."""
         with status(f"loading {self.model}"):
-            parts = load_model(self.model, self.drafter, self.engine_config, self.threads, self.target_layer_ids)
-        _tell(parts[0].info)
-        return parts
+            loaded, config = load_model(self.model, self.drafter, self.engine, self.threads, self.target_layer_ids)
+        if self.thinking is not None and (self.is_thinking_asked or has_thinking(loaded.chat_template)):
+            loaded = with_thinking(loaded, self.thinking)
+        _tell(loaded.info)
+        return loaded, config
 
 
 def _tell(info: Mapping[str, Any]) -> None:
@@ -88,17 +75,37 @@ def _tell(info: Mapping[str, Any]) -> None:
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    return ModelOptions(
-        model=args.model,
-        drafter=args.drafter,
-        target_layer_ids=_whole_numbers(args.target_layer_ids),
-        width=args.width,
-        context=args.context,
-        threads=args.threads,
+    """The flags, over what the preset sets."""
+    preset = PRESETS.get(args.preset, {})
+
+    def of(flag: str) -> Any:
+        given = getattr(args, flag)
+        return preset.get(flag) if given is None else given
+
+    threshold = args.typical_threshold
+    if args.policy == "typical":
+        threshold = TYPICAL_THRESHOLD if threshold is None else threshold
+    elif threshold is not None:
+        raise UserError("--typical-threshold is of --policy typical.", "Give both, or none of them.")
+    thinking = of("thinking")
+    engine = EngineConfig(
+        max_context=args.context,
+        max_rows=EngineConfig.max_rows if of("max_rows") is None else of("max_rows"),
+        width=of("width"),
         ops=args.ops,
         quantize=args.quantize,
         device=args.device,
         dtype=args.dtype,
+        drafting=Drafting(of("block"), of("draft_window"), threshold),
+    )
+    return ModelOptions(
+        model=args.model,
+        drafter=args.drafter,
+        target_layer_ids=_whole_numbers(args.target_layer_ids),
+        threads=args.threads,
+        thinking=None if thinking is None else thinking == "on",
+        is_thinking_asked=args.thinking is not None,
+        engine=engine,
     )
 
 

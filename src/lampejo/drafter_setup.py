@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lampejo.chat import render_chat
-from lampejo.config import EngineConfig
+from lampejo.config import Drafting, EngineConfig
 from lampejo.engine import Engine
 from lampejo.errors import DamagedModel, UserError
 from lampejo.models.config import DrafterConfig
@@ -44,6 +44,15 @@ class DrafterChoice:
     @property
     def config(self) -> DrafterConfig | None:
         return self.opened[0] if self.opened else None
+
+    def narrowed(self, drafting: Drafting) -> "DrafterChoice":
+        """With a shorter block and a nearer horizon, where they are asked for."""
+        if self.opened is None:
+            return self
+        config, tensors = self.opened
+        block = min(config.block_size, drafting.block or config.block_size)
+        windows = tuple(_nearer(window, drafting.window) for window in config.windows)
+        return replace(self, opened=(replace(config, block_size=block, windows=windows), tensors))
 
     def let_go(self) -> None:
         """Drops the tensors as they were read, so that they are not held beside what was built of them."""
@@ -89,6 +98,10 @@ def _opened(
     known = speculator_named(choice.name)
     trained_on = f", trained on {known.trained_on}" if known is not None and known.trained_on else ""
     return DrafterChoice(choice.name, opened, choice.reason + trained_on, choice.is_packaged, warnings)
+
+
+def _nearer(*windows: int | None) -> int | None:
+    return min((window for window in windows if window is not None), default=None)
 
 
 def drafter_info(choice: DrafterChoice, runner: Runner) -> dict[str, Any] | None:

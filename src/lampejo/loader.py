@@ -4,7 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Loaded:
     eos_ids: tuple[int, ...]
     info: dict[str, Any]
     load_s: float
+    template_defaults: dict[str, Any] = field(default_factory=dict)  # of ``chat_template_kwargs``
 
 
 def load_model(
@@ -72,7 +73,7 @@ def load_model(
         tokenizer = load_tokenizer(checkpoint)
         packed_kind, ops_reason = choose_ops(config, checkpoint.config, place)
         packed_pages = None if packed_kind is None else config.page_size
-        choice = open_for(drafter, checkpoint, target_layer_ids)
+        choice = open_for(drafter, checkpoint, target_layer_ids).narrowed(config.drafting)
         _check_width(config.width, drafter, choice.config)
         kv_dtype = kv_dtype_of(packed_kind, place)
         cached: list[ModelConfig | DrafterConfig] = [checkpoint.config, *([choice.config] if choice.config else [])]
@@ -90,6 +91,7 @@ def load_model(
             runner = Runner(target, dflash, config.num_pages, config.page_size, kv_dtype, num_state_slots)
         speculator = _speculator(drafter, runner, config)
         eos_ids = checkpoint.eos_ids or tokenizer.eos_ids
+        template = checkpoint.chat_template
         info: dict[str, Any] = {
             "model": checkpoint.name,
             "architecture": checkpoint.config.architecture,
@@ -106,6 +108,10 @@ def load_model(
             "drafters": [d.name for d in speculator.drafters],
             "dflash": drafter_info(choice, runner),
             "width": "auto" if config.width is None else config.width,
+            "policy": config.drafting.policy,
+            "lossless": config.drafting.typical is None,
+            "typical_threshold": config.drafting.typical,
+            "thinking": "the template's default" if has_thinking(template) else "the template has no such mode",
             "page_size": config.page_size,
             "max_context": config.max_context,
             "kv_bytes_per_token": runner.bytes_per_token,
@@ -114,7 +120,7 @@ def load_model(
         }
     _set_threads(threads, on_kernels=packed_kind is not None)  # last, so that a failed load changes nothing
     if choice.opened and not choice.is_packaged and config.width != 0:
-        length = trial(runner, config, tokenizer, checkpoint.chat_template, eos_ids)
+        length = trial(runner, config, tokenizer, template, eos_ids)
         info["dflash"]["trial_acceptance_length"] = length
         if warning := mismatch(choice.name, length):
             info["warnings"].append(warning)
@@ -122,7 +128,7 @@ def load_model(
         runner=runner,
         speculator=speculator,
         tokenizer=tokenizer,
-        chat_template=checkpoint.chat_template,
+        chat_template=template,
         generation_defaults=checkpoint.generation_defaults,
         eos_ids=eos_ids,
         info=info,
@@ -276,8 +282,23 @@ def _total_memory() -> int | None:
 
 def without_drafts(loaded: Loaded) -> Loaded:
     """The same parts for plain decoding. Its engine shares memory with others of ``loaded``: one at a time."""
-    info = {**loaded.info, "drafter": "none", "drafters": [], "dflash": None}
+    info = {**loaded.info, "drafter": "none", "drafters": [], "dflash": None, "policy": "lossless", "lossless": True}
     return replace(loaded, speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)), info=info)
+
+
+def has_thinking(template: str | None) -> bool:
+    """Whether a chat template can be told to think or not, as those of Qwen can."""
+    return template is not None and "enable_thinking" in template
+
+
+def with_thinking(loaded: Loaded, thinking: bool) -> Loaded:
+    """Answers with or without reasoning, unless a request says otherwise."""
+    if not has_thinking(loaded.chat_template):
+        raise UserError(
+            f"The chat template of {loaded.info['model']} cannot be told to think.", "Leave out --thinking."
+        )
+    info = {**loaded.info, "thinking": "on" if thinking else "off"}
+    return replace(loaded, template_defaults={"enable_thinking": thinking}, info=info)
 
 
 def load_target(checkpoint: Checkpoint, packed_kind: int | None = None, place: Place = ON_CPU) -> Target:

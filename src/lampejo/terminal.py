@@ -61,10 +61,12 @@ class OriginPainter:
 
 
 def drafting_mode(info: Mapping[str, Any]) -> str:
-    """The effective mode, from ``LLM.info``: who drafts, how wide, and whether PyTorch's operations do a CPU's work, or
-    which other device computes in which precision."""
+    """The effective mode, from ``LLM.info``: who drafts, how wide, whether lossy, and whether PyTorch's operations do a
+    CPU's work, or which other device computes in which precision."""
     names = [info["drafter"] if name == "dflash" else name for name in info["drafters"]]
     mode = f"drafts by {' + '.join(names)}, width {info['width']}" if names else "plain decoding"
+    if names and info.get("policy", "lossless") != "lossless":
+        mode += f", NOT LOSSLESS above temperature 0 ({info['policy']} acceptance from {info['typical_threshold']:g})"
     if info.get("device", "cpu") != "cpu":
         return f"{mode}, {info['device']} in {info['weights']}"
     return f"{mode}, reference operations" if info.get("ops") == "reference" else mode
@@ -101,11 +103,14 @@ def drafter_line(info: Mapping[str, Any]) -> str | None:
 
 def start_lines(info: Mapping[str, Any]) -> list[str]:
     """What to tell once, at load: a drafter that did not come with the package, parts of a checkpoint that are left
-    alone, and warnings."""
+    alone, a lossy policy, and warnings."""
     lines, line = [], drafter_line(info)
     if line and not info["dflash"]["is_packaged"]:
         lines.append(f"lampejo: {line}")
     lines += [f"lampejo: skipped: {info['skipped']}"] if info.get("skipped") else []
+    if not info.get("lossless", True):
+        what = "lets drafts change answers above temperature 0, whatever the seed"
+        lines.append(f"lampejo: NOT LOSSLESS: --policy {info['policy']} {what}")
     return lines + [f"lampejo: warning: {warning}" for warning in info.get("warnings", [])]
 
 
@@ -121,10 +126,13 @@ def acceptance(speculation: Mapping[str, Any]) -> str:
     """The statistics of speculation in words; says so when nothing was drafted."""
     if not speculation["num_spec_steps"]:
         return "no drafts were verified"
-    return (
+    words = (
         f"acceptance length {speculation['mean_acceptance_length']:.2f} over {speculation['num_spec_steps']} steps"
         f" with drafts, {speculation['num_accepted_draft_tokens']} of {speculation['num_draft_tokens']} drafts accepted"
     )
+    if speculation["lossless"]:
+        return words
+    return f"{words}, {speculation['num_inexact_tokens']} of them not the target's own choice (not lossless)"
 
 
 def side_by_side(left: str, right: str, width: int) -> str:

@@ -9,10 +9,14 @@ from lampejo.bench import measure
 from lampejo.bench.arms import SYNTHETIC, make_speculators
 from lampejo.bench.measure import GREEDY, MOST_VERIFIED, Bench, Results
 from lampejo.bench.peers import PeerError
+from lampejo.bench.stats import with_sampled
 from lampejo.bench.ties import TIES
 from lampejo.bench.workloads import CATEGORIES
-from scripted import EOS, ids_of
-from tiny import TINY_HYBRID
+from lampejo.config import Drafting
+from lampejo.speculate import Speculator
+from lampejo.width import WidthController
+from scripted import EOS, VOCAB, ids_of
+from tiny import TINY_HYBRID, ScriptedDrafter
 from tiny_bench import TINY_SUITE, config_of, scripted_bench, tiny_loaded
 
 RHYME = ids_of("round and round and round it goes, ")
@@ -249,3 +253,30 @@ def test_on_a_device_answers_may_part_from_plain_at_near_ties(ops, tolerances, n
     assert len(bench.results.failures) == num_failures == 2 - len(found)
     assert bench.results.num_ties == 1 - num_failures
     assert all(ids[-2:] == plain[:2] for ids in texts) and len(texts) == (ops == "device")
+
+
+def undecided(text):
+    """Cannot decide among eight letters, so that each of them is typical."""
+    logits = torch.full((VOCAB,), -20.0)
+    logits[ids_of("abcdefgh")] = 0.0
+    return logits
+
+
+@pytest.mark.parametrize("typical", [None, 0.05])
+def test_a_lossy_policy_may_change_sampled_answers_and_its_share_is_told(typical):
+    """What differs without such a policy has failed; greedy answers never differ."""
+    bench = scripted_bench(undecided)
+    drafter = ScriptedDrafter(lambda request, width: ids_of("abc")[:width])
+    bench.speculators["ngram"] = Speculator([drafter], WidthController(3, 3))
+    bench.config = replace(bench.config, drafting=Drafting(typical=typical))
+    bench.categories(["chat"], replace(TINY_SUITE, num_prompts=1, max_tokens=40))
+    bench.close()
+    assert bench.results.failures == []
+    greedy = with_sampled(bench.results.samples, "ngram")
+    sampled = greedy["sampled"]
+    assert (greedy["inexact_share"], greedy["same_share"]) == (0, 1)
+    if typical is None:
+        assert (sampled["inexact_share"], sampled["same_share"]) == (0, 1)
+    else:
+        assert sampled["inexact_share"] > 0.4 and sampled["same_share"] == 0
+        assert sampled["mean_acceptance_length"] > 3.5

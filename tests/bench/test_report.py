@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -76,6 +77,17 @@ def test_the_table_states_the_mode_and_the_figures():
         assert part in text
     assert re.search(r"^chat +100 ±\d+% +2\.00x \(2\.5\) +auto 2\.00x$", text, re.MULTILINE)
     assert re.search(r"^plain, fixed length +150 +80 +2\.00x", text, re.MULTILINE)
+
+
+def test_a_lossy_policy_has_a_table_of_its_own():
+    """What is given up stands beside what is won; a lossless run has no such table."""
+    lossy = {**MODEL, "policy": "typical", "lossless": False, "typical_threshold": 0.09}
+    results = made_results()
+    results.samples = [replace(s, num_inexact=1, is_same=False) if s.arm == "auto" else s for s in results.samples]
+    text = terminal(as_object(results, MACHINE, lossy), [])
+    assert "NOT LOSSLESS, typical from 0.09, at 0.7" in text
+    assert re.search(r"^auto +150 +2\.00x +2\.5 +10\.0% +0%$", text, re.MULTILINE)
+    assert "LOSSLESS" not in terminal(made(), [])
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else():

@@ -110,6 +110,8 @@ def terminal(found: Mapping[str, Any], notes: Sequence[str]) -> str:
         rows.append(_category("all", found["arms"], arms))
         heads = [f"{arm} (length)" if arm != "plain" else "plain tok/s" for arm in arms]
         parts.append(columns(["answers, greedy", *heads, "at temperature 0.7"], rows))
+    if not found["model"].get("lossless", True) and any("sampled" in one for one in found["arms"].values()):
+        parts.append(_lossy_table(found))
     if found["concurrency"]:
         names = list(dict.fromkeys(name for speeds in found["concurrency"].values() for name in speeds))
         rows = [[n, *(_speed(speeds.get(name)) for name in names)] for n, speeds in found["concurrency"].items()]
@@ -164,6 +166,18 @@ def _category(name: str, figures: Mapping[str, Any], arms: Sequence[str]) -> lis
     sampled = [(arm, figures[arm].get("sampled")) for arm in arms if arm not in ("plain", "synthetic")]
     cells.append(", ".join(f"{arm} {times(one['speedup'])}" for arm, one in sampled if one))
     return cells
+
+
+def _lossy_table(found: Mapping[str, Any]) -> str:
+    """What a lossy policy gives and takes, of the sampled answers: the greedy ones stay as they are."""
+    model, rows = found["model"], []
+    for arm, figures in found["arms"].items():
+        if one := figures.get("sampled"):
+            length, speedup = one["mean_acceptance_length"], times(one["speedup"])
+            shares = [f"{one['inexact_share']:.1%}", f"{one['same_share']:.0%}"]
+            rows.append([arm, number(one["tok_per_s"]), speedup, number(length, 3), *shares])
+    title = f"NOT LOSSLESS, {model['policy']} from {model['typical_threshold']:g}, at 0.7"
+    return columns([title, "tok/s", "speedup", "length", "tokens beyond exactness", "answers as plain"], rows)
 
 
 def _peer_table(name: str, peer: Mapping[str, Any]) -> str:

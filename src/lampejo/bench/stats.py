@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer that is worth timing: not empty, not failed, the same ids as plain decoding gave.
+    """One answer that is worth timing: not empty, not failed, the same ids as plain decoding gave (``is_same``), unless
+    a lossy policy may change them, of whose tokens ``num_inexact`` were not the target's own choice.
 
     ``tok_per_s`` is of decoding alone, None for an answer of one token. The three numbers of steps count those that
     verified drafts, and what they committed, drafted and accepted.
@@ -24,6 +25,8 @@ class Sample:
     ttft_s: float
     num_spec_steps: int
     num_spec_tokens: float
+    num_inexact: int = 0
+    is_same: bool = True
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -55,6 +58,7 @@ def summary(samples: Sequence[Sample], arm: str) -> dict[str, Any]:
     speeds = [s.tok_per_s for s in mine if s.tok_per_s]
     steps = sum(s.num_spec_steps for s in mine)
     to_plain = ratios(samples, arm)
+    num_tokens = sum(s.num_tokens for s in mine)
     return {
         "tok_per_s": median(speeds),
         "ttft_s": median([s.ttft_s for s in mine]),
@@ -67,7 +71,9 @@ def summary(samples: Sequence[Sample], arm: str) -> dict[str, Any]:
         "speedup_spread": spread(to_plain),
         "tok_per_s_spread": spread(speeds),
         "num_answers": len(mine),
-        "num_tokens": sum(s.num_tokens for s in mine),
+        "num_tokens": num_tokens,
+        "inexact_share": sum(s.num_inexact for s in mine) / num_tokens if num_tokens else None,
+        "same_share": sum(s.is_same for s in mine) / len(mine) if mine else None,
     }
 
 

@@ -15,7 +15,8 @@ from lampejo.server.http import JsonResponse
 from lampejo.server.service import Service
 from lampejo.terminal import drafting_mode
 
-_DEFINING = ("model", "architecture", "quantization", "weights", "kv_dtype", "dtype", "ops", "device", "page_size")
+_WEIGHTS = ("dtype", "weights", "kv_dtype", "quantization")
+_DEFINING = ("model", "architecture", *_WEIGHTS, "ops", "device", "page_size", "policy")
 
 
 def effective_mode(llm: LLM) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def effective_mode(llm: LLM) -> dict[str, Any]:
     info = llm.info
     if not info:  # an engine without a model, in tests
         return {"mode": "plain decoding"}
-    names = ("drafter", "drafters", "width", "device", "ops", "dtype", "weights", "kv_dtype", "quantization")
+    names = ("drafter", "drafters", "width", "policy", "lossless", "device", "ops", *_WEIGHTS)
     return {"mode": drafting_mode(info), **{name: info.get(name) for name in names}}
 
 
