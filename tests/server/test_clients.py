@@ -97,14 +97,10 @@ def test_llm_gets_json_by_a_schema(run_llm):
 
 @pytest.fixture(scope="module")
 def litellm():
-    pytest.importorskip("litellm")
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it is fetched
         warnings.simplefilter("ignore")
-        import litellm
-
-        litellm.telemetry = False
-        yield litellm
+        yield pytest.importorskip("litellm")
 
 
 def ask(litellm: Any, url: str, **fields: Any) -> Any:
