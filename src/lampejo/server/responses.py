@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.server.chat_job import chat_job
-from lampejo.server.errors import ApiError
+from lampejo.server.errors import BROKEN, ApiError
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import EventStream, JsonResponse, event, unless_gone
 from lampejo.server.models_info import ModelName
@@ -64,7 +64,8 @@ class ResponseWriter:
                 yield event({"type": told["type"], "sequence_number": number, **told}, told["type"])
                 number += 1
         except ApiError as error:
-            failure = {"code": "server_error", "message": error.message}
+            code = "server_error" if error.status >= BROKEN else "invalid_prompt"
+            failure = {"code": code, "message": error.message}
             response = self._response(answers, "failed", error=failure)
             told = {"type": "response.failed", "sequence_number": number, "response": response}
             yield event(told, told["type"])
