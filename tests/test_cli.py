@@ -92,6 +92,7 @@ EARLY = {
     "top_p of zero": (["generate", "--top-p", "0", "x"], ["top_p", "above 0"]),
     "no number": (["generate", "--top-k", "many", "x"], ["--top-k", "many"]),
     "logit bias without value": (["generate", "--logit-bias", "5", "x"], ["--logit-bias", "198=-5"]),
+    "no such schema": (["generate", "--json-schema", "/nowhere.json", "x"], ["--json-schema", "/nowhere.json"]),
     "logit bias too large": (["generate", "--logit-bias", "5=101", "x"], ["logit_bias", "100"]),
     "empty stop string": (["generate", "--stop", "", "x"], ["stop"]),
     "stop string that is no UTF-8": (["generate", "--stop", "a\udcff", "x"], ["stop", "UTF-8"]),
@@ -245,6 +246,21 @@ def test_falling_back_to_the_reference_operations_is_said(built, reason, monkeyp
     assert said.startswith("lampejo: the CPU kernels") and "several times slower" in said
     assert all(words in said for words in reason.split("; "))
     assert statistics.endswith("plain decoding, reference operations")
+
+
+def test_an_answer_by_a_schema_is_json_of_that_form(run, tmp_path):
+    """S1: and another schema, which cannot be enforced, is told in a line."""
+    file = tmp_path / "schema.json"
+    properties = {"city": {"enum": ["Lisbon", "Porto"]}, "big": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "big"], "additionalProperties": False}
+    file.write_text(json.dumps(schema), "utf-8")
+    code, out, _ = run("generate", "A city in Portugal", "--json-schema", str(file))
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["city"] in ("Lisbon", "Porto")
+    assert answer["big"] in (True, False)
+    file.write_text('{"type": "array", "uniqueItems": true}', "utf-8")
+    assert_one_line(*run("generate", "x", "--json-schema", str(file)), "--json-schema", "uniqueItems")
 
 
 @pytest.mark.parametrize("flag", ["--raw", "--json", "--compare"])

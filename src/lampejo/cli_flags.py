@@ -111,6 +111,7 @@ def add_answer_flags(parser: argparse.ArgumentParser, with_logprobs: bool = True
         group.add_argument(
             "--logprobs", type=int, metavar="N", help="log probabilities and N alternatives; needs --json"
         )
+        group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON by the schema in this file")
     group = parser.add_argument_group("end of the answer")
     group.add_argument(
         "--max-tokens",

@@ -1,15 +1,18 @@
 """Flags into dataclasses: which model, which answers. Whatever can be refused without the model is refused here."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from lampejo.api import LLM
 from lampejo.cli_flags import PRESETS, TYPICAL_THRESHOLD
 from lampejo.config import Drafting, EngineConfig
 from lampejo.errors import UserError
+from lampejo.grammar import Grammar
 from lampejo.loader import Loaded, has_thinking, load_model, with_thinking
 from lampejo.request import StopParams
 from lampejo.sampling import SamplingParams, check_number
@@ -134,7 +137,16 @@ def answer_params(args: argparse.Namespace) -> dict[str, Any]:
     stops = {f.name: given[f.name] for f in fields(StopParams) if f.name in given}
     SamplingParams(**sampling)
     StopParams(**stops)
-    return sampling | stops
+    form = {"grammar": _json_schema(given["json_schema"])} if "json_schema" in given else {}
+    return sampling | stops | form
+
+
+def _json_schema(file: str) -> Grammar:
+    try:
+        schema = json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--json-schema {file} cannot be read: {error}.", "Give a file with a JSON schema.") from None
+    return Grammar.json_schema(schema, about="--json-schema")
 
 
 def _logit_bias(text: str) -> tuple[int, float]:
