@@ -50,8 +50,8 @@ async def test_a_schema_is_kept_in_streams_and_whole_answers_with_drafts_and_wit
     """S1, S3, T1, T4: the same answer four times, and its content is JSON by the schema whatever the reasoning was."""
     told: list[Any] = []
     truth: list[int] = []
+    drafter = ScriptedDrafter(lambda request, width: truth[request.num_output :][:width], 16)
     for is_drafted in (False, True):
-        drafter = ScriptedDrafter(lambda request, width: truth[request.num_output :][:width], 16)
         with scripted_llm(whimsical(3), [drafter] if is_drafted else [], TOKENS, width=16) as llm:
             llm.chat_template, llm.style = template, style_of(template)
             body = chat("0", response_format=KEPT, max_tokens=300, seed=4, temperature=0.5)
@@ -67,7 +67,7 @@ async def test_a_schema_is_kept_in_streams_and_whole_answers_with_drafts_and_wit
                 assert whole["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
             else:
                 params = {"temperature": 0.5, "seed": 4, "max_tokens": 300}
-                truth += llm.generate(body["messages"], grammar=Grammar.json_schema(SCHEMA), **params).ids
+                truth.extend(llm.generate(body["messages"], grammar=Grammar.json_schema(SCHEMA), **params).ids)
     for content, reasoning, usage in told:
         jsonschema.validate(json.loads(content), SCHEMA)
         assert (content, reasoning) == told[0][:2]
