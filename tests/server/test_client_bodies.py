@@ -212,6 +212,39 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
+    "Continue, after a call": Recorded(
+        CHAT,
+        {
+            "model": "model",
+            "messages": [
+                SYSTEM,
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": ARGUMENTS}}
+                    ],
+                },
+                {"role": "tool", "content": "print(1)\n", "tool_call_id": "c"},
+            ],
+            **STREAMED,
+            "tools": [TOOL],
+        },
+    ),
+    "OpenCode": Recorded(
+        CHAT,
+        {
+            "model": "model",
+            "max_tokens": 32000,
+            "messages": [SYSTEM, USER],
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            **STREAMED,
+        },
+        CALL,
+        ARGUMENTS,
+    ),
     "Continue, completing code": Recorded(
         COMPLETIONS,
         {
@@ -371,6 +404,8 @@ async def test_a_body_of_a_known_client_gets_a_sensible_answer(name):
         async with client_of(llm) as client:
             for is_streamed in (False, True):
                 body = {**recorded.body, "stream": is_streamed}
+                if "temperature" in body:
+                    body["temperature"] = 0  # so that the answer is certain
                 if is_streamed:
                     assert reads(streamed(recorded.path, await events(client, body, recorded.path))) == told
                     continue
