@@ -129,6 +129,19 @@ def test_a_grammar_that_cannot_be_enforced_is_refused_before_any_work(grammar, c
         assert llm.generate("x", max_tokens=2).finish_reason == "length"
 
 
+def test_a_schema_nested_as_deeply_as_can_be_is_refused_as_a_mistake():
+    """S4: wherever in the way of a schema Python's recursion ends."""
+    complaints = set()
+    schema: dict = {"type": "integer"}
+    for depth in range(1100):
+        schema = {"type": "array", "items": schema}
+        if depth > 900 or depth == 130:
+            with pytest.raises(UserError, match=r"^response_format ") as caught:
+                GRAMMARS_OF_TOKENS.guide("open", Grammar.json_schema(schema))
+            complaints.add(str(caught.value)[:40])
+    assert len(complaints) > 1
+
+
 @pytest.mark.parametrize(
     "value",
     [

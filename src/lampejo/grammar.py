@@ -253,7 +253,10 @@ class Grammars:
     def _matcher(self, grammar: Grammar, start: Start) -> LLMatcher:
         if start != "closed":
             self._matcher(grammar, "closed")  # what is wrong with it shows there
-        text = _with_reasoning(grammar, start)
+        try:
+            text = _with_reasoning(grammar, start)
+        except RecursionError:
+            raise UserError(f"{grammar.about} cannot be enforced: it is nested too deeply.") from None
         with self._lock:
             if self._indexed is None:
                 self._indexed = self._index()
