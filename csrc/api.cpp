@@ -108,3 +108,14 @@ void lampejo_delta_output(const DeltaHalf* half, const float* recurred, const fl
                           int num_tokens) {
     chosen->kernels->delta_output(*half, recurred, z, static_cast<size_t>(z_stride), x, num_tokens);
 }
+void lampejo_choose(const float* scores, int num_scores, const int32_t* ids, const Choice* choices, int num_tokens,
+                    Chosen* out) {
+    chosen->kernels->choose(scores, num_scores, ids, choices, num_tokens, out);
+}
+void lampejo_head_choose(const Matrix* head, const float* x, const int32_t* ids, const Choice* choices, int num_tokens,
+                         Chosen* out) {
+    chosen->kernels->head_choose(*head, x, ids, choices, num_tokens, out);
+}
+void lampejo_noise(const Choice* choice, const int32_t* ids, int num_ids, float* out) {
+    chosen->kernels->noise(*choice, ids, num_ids, out);
+}

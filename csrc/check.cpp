@@ -217,6 +217,42 @@ static void delta() {
     digest("delta", y);
 }
 
+// Noise, and tokens chosen with every filter, of a head and of the same scores at hand, alone and beside others.
+static void choices() {
+    const int inputs = 70, tokens = 7;
+    for (const int outputs : {1, 9, 500, 9001}) {
+        Packed head(Q8, outputs, inputs);
+        const auto x = noises(static_cast<size_t>(tokens) * inputs);
+        std::vector<float> scores(static_cast<size_t>(tokens) * outputs), noise(outputs);
+        lampejo_matmul(&head.matrix, x.data(), tokens, scores.data());
+        std::vector<int32_t> ids(outputs);
+        for (int i = 0; i < outputs; i++) ids[i] = 3 * i + 1;
+        const float off = -INFINITY;
+        const Choice all[] = {{1, 2, 0, off, 1, 0, 0},        {3, 4, 0.7f, off, 1, 0, 0},     {5, 6, 1.5f, off, 0.9, 0, 0},
+                              {7, 8, 1, -2.5f, 1, 0, 0},      {9, 10, 2, off, 1, 40, 0},      {11, 12, 0.5f, -3, 0.8, 300, 0},
+                              {13, 1ll << 40, 1e-6f, off, 1e-9, 1, 0}};
+        lampejo_noise(all, ids.data(), outputs, noise.data());
+        digest("noise", noise);
+        for (const int32_t* of : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(ids.data())}) {
+            std::vector<Chosen> whole(tokens), part(tokens), given(tokens), greedy(tokens);
+            lampejo_head_choose(&head.matrix, x.data(), of, all, tokens, whole.data());
+            lampejo_choose(scores.data(), outputs, of, all, tokens, given.data());
+            for (int t = 0; t < tokens; t++)
+                lampejo_head_choose(&head.matrix, x.data() + static_cast<size_t>(t) * inputs, of, all + t, 1, &part[t]);
+            lampejo_head_choose(&head.matrix, x.data(), of, nullptr, tokens, greedy.data());
+            std::vector<float> told;
+            for (int t = 0; t < tokens; t++) {
+                for (const Chosen* other : {&part[t], &given[t]})
+                    if (other->index != whole[t].index || other->score != whole[t].score)
+                        std::printf("a choice depends on its company\n"), std::exit(1);
+                for (const Chosen& one : {whole[t], greedy[t]})
+                    told.push_back(static_cast<float>(one.index)), told.push_back(one.score);
+            }
+            digest("choices", told);
+        }
+    }
+}
+
 int main(int argc, char** argv) {
     if (argc > 1 && !lampejo_force_isa(argv[1])) return std::printf("%s does not run here\n", argv[1]), 2;
     std::printf("isa %s\n", lampejo_isa());
@@ -228,6 +264,7 @@ int main(int argc, char** argv) {
         long_context();
         experts();
         delta();
+        choices();
     }
     lampejo_set_threads(1);
     std::printf("hash %016llx\n", static_cast<unsigned long long>(hash));

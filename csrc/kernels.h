@@ -18,6 +18,10 @@ struct Kernels {
     void (*delta_inputs)(const DeltaHalf&, const float* x, int num_tokens, float* projected, float* gates);
     void (*delta_runs)(const DeltaInputs&, float* out);
     void (*delta_output)(const DeltaHalf&, const float* recurred, const float* z, size_t z_stride, float* x, int num_tokens);
+    void (*noise)(const Choice&, const int32_t* ids, int num_ids, float* out);
+    void (*choose)(const float* scores, int num_scores, const int32_t* ids, const Choice* choices, int num_tokens, Chosen* out);
+    void (*head_choose)(const Matrix& head, const float* x, const int32_t* ids, const Choice* choices, int num_tokens,
+                        Chosen* out);
 };
 
 size_t packed_bytes(int kind, int num_out, int num_in);

@@ -203,6 +203,9 @@ static void paged_attention(const Batch& batch, const float* q, const uint16_t* 
 
 #include "delta.inl"
 
+#include "choice.inl"
+
 extern const Kernels kernels;
 const Kernels kernels = {matmul_all,      rms_norm,     attention_half, mlp_half,   context_half,
-                         paged_attention, experts_half, delta_inputs,   delta_runs, delta_output};
+                         paged_attention, experts_half, delta_inputs,   delta_runs, delta_output,
+                         noise,           choose,       head_choose};

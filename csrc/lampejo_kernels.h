@@ -126,8 +126,23 @@ struct ContextHalf {
     int32_t reserved;
 };
 
+// How a token is chosen from scores; lampejo/sampling.py is the definition, and equal to the bit.
+struct Choice {
+    uint64_t seed;
+    int64_t position;   // absolute; noise is keyed by seed, position and id
+    float temperature;  // 0: the greatest score, whatever else stands here
+    float log_min_p;    // minus infinity: off
+    double top_p;       // 1: off
+    int32_t top_k;      // 0: off
+    int32_t reserved;
+};
+struct Chosen {
+    int32_t index;  // of the scores; the first of equal ones, and NaN counts as the greatest
+    float score;    // as it came in, before temperature and noise
+};
+
 // Changes with every change of a struct or signature here; lampejo/ops/cpu/library.py knows the one that it was written for.
-#define LAMPEJO_ABI 4
+#define LAMPEJO_ABI 5
 LAMPEJO_API int lampejo_abi();
 LAMPEJO_API const char* lampejo_isa();                    // what was chosen: "avx512vnni", "avx2", "neondot", "neon"; null if nothing fits
 LAMPEJO_API int lampejo_force_isa(const char* name);      // for tests; 0 if this machine cannot run it
@@ -158,5 +173,14 @@ LAMPEJO_API void lampejo_context_half(const ContextHalf* half, const Batch* batc
 // Attention alone: q [T, Q, D] over stored keys (causal), as inside lampejo_attention_half.
 LAMPEJO_API void lampejo_paged_attention(const Batch* batch, const float* q, const uint16_t* k_cache, const uint16_t* v_cache,
                              int num_heads, int num_kv_heads, int head_dim, float* out);
+
+// A token for each of T rows of N scores, which stand for ids 0 .. N - 1, or for `ids`. `choices` has one for each row; null: all
+// take the greatest score.
+LAMPEJO_API void lampejo_choose(const float* scores, int num_scores, const int32_t* ids, const Choice* choices, int num_tokens,
+                                Chosen* out);
+// The same of the product of a head with x [T, K], which is not written anywhere.
+LAMPEJO_API void lampejo_head_choose(const Matrix* head, const float* x, const int32_t* ids, const Choice* choices,
+                                     int num_tokens, Chosen* out);
+LAMPEJO_API void lampejo_noise(const Choice* choice, const int32_t* ids, int num_ids, float* out);  // Gumbel noise alone, [N]
 
 }  // extern "C"

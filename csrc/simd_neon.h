@@ -44,6 +44,47 @@ static inline float sum(f32x8 x) {  // in the same order as on x86-64
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
 static inline float max_of(f32x8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+static inline bool all_at_most(f32x8 x, f32x8 y) {  // false where one is NaN
+    return vminvq_u32(vandq_u32(vcleq_f32(x.a, y.a), vcleq_f32(x.b, y.b))) != 0;
+}
+
+// Eight unsigned integers of 32 bits, modulo 2^32.
+struct u32x8 {
+    uint32x4_t a, b;
+};
+static inline u32x8 all_u32(uint32_t x) { return {vdupq_n_u32(x), vdupq_n_u32(x)}; }
+static inline u32x8 load_u32(const int32_t* p) {
+    return {vreinterpretq_u32_s32(vld1q_s32(p)), vreinterpretq_u32_s32(vld1q_s32(p + 4))};
+}
+static inline void store(int32_t* p, u32x8 x) {
+    vst1q_s32(p, vreinterpretq_s32_u32(x.a)), vst1q_s32(p + 4, vreinterpretq_s32_u32(x.b));
+}
+static inline u32x8 operator+(u32x8 x, u32x8 y) { return {vaddq_u32(x.a, y.a), vaddq_u32(x.b, y.b)}; }
+static inline u32x8 operator-(u32x8 x, u32x8 y) { return {vsubq_u32(x.a, y.a), vsubq_u32(x.b, y.b)}; }
+static inline u32x8 operator*(u32x8 x, u32x8 y) { return {vmulq_u32(x.a, y.a), vmulq_u32(x.b, y.b)}; }
+static inline u32x8 operator^(u32x8 x, u32x8 y) { return {veorq_u32(x.a, y.a), veorq_u32(x.b, y.b)}; }
+template <int N>
+static inline u32x8 right(u32x8 x) {
+    return {vshrq_n_u32(x.a, N), vshrq_n_u32(x.b, N)};
+}
+template <int N>
+static inline u32x8 signed_right(u32x8 x) {
+    return {vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(x.a), N)),
+            vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(x.b), N))};
+}
+template <int N>
+static inline u32x8 left(u32x8 x) {
+    return {vshlq_n_u32(x.a, N), vshlq_n_u32(x.b, N)};
+}
+static inline u32x8 bits_of(f32x8 x) { return {vreinterpretq_u32_f32(x.a), vreinterpretq_u32_f32(x.b)}; }
+static inline f32x8 float_of_bits(u32x8 x) { return {vreinterpretq_f32_u32(x.a), vreinterpretq_f32_u32(x.b)}; }
+static inline f32x8 to_float(u32x8 x) {  // of signed numbers
+    return {vcvtq_f32_s32(vreinterpretq_s32_u32(x.a)), vcvtq_f32_s32(vreinterpretq_s32_u32(x.b))};
+}
+static inline u32x8 to_whole(f32x8 x) {  // rounded to the nearest, ties to even
+    return {vreinterpretq_u32_s32(vcvtnq_s32_f32(x.a)), vreinterpretq_u32_s32(vcvtnq_s32_f32(x.b))};
+}
+
 static inline int8x8_t narrow(f32x8 x) {
     int16x8_t wide = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x.a)), vqmovn_s32(vcvtnq_s32_f32(x.b)));
     return vqmovn_s16(wide);

@@ -46,6 +46,38 @@ static inline float max_of(f32x8 a) {
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
+static inline bool all_at_most(f32x8 a, f32x8 b) {  // false where one is NaN
+    return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NLE_UQ)) == 0;
+}
+
+// Eight unsigned integers of 32 bits, modulo 2^32.
+struct u32x8 {
+    __m256i v;
+};
+static inline u32x8 all_u32(uint32_t x) { return {_mm256_set1_epi32(static_cast<int32_t>(x))}; }
+static inline u32x8 load_u32(const int32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+static inline void store(int32_t* p, u32x8 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.v); }
+static inline u32x8 operator+(u32x8 a, u32x8 b) { return {_mm256_add_epi32(a.v, b.v)}; }
+static inline u32x8 operator-(u32x8 a, u32x8 b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+static inline u32x8 operator*(u32x8 a, u32x8 b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+static inline u32x8 operator^(u32x8 a, u32x8 b) { return {_mm256_xor_si256(a.v, b.v)}; }
+template <int N>
+static inline u32x8 right(u32x8 a) {
+    return {_mm256_srli_epi32(a.v, N)};
+}
+template <int N>
+static inline u32x8 signed_right(u32x8 a) {
+    return {_mm256_srai_epi32(a.v, N)};
+}
+template <int N>
+static inline u32x8 left(u32x8 a) {
+    return {_mm256_slli_epi32(a.v, N)};
+}
+static inline u32x8 bits_of(f32x8 a) { return {_mm256_castps_si256(a.v)}; }
+static inline f32x8 float_of_bits(u32x8 a) { return {_mm256_castsi256_ps(a.v)}; }
+static inline f32x8 to_float(u32x8 a) { return {_mm256_cvtepi32_ps(a.v)}; }          // of signed numbers
+static inline u32x8 to_whole(f32x8 a) { return {_mm256_cvtps_epi32(a.v)}; }  // rounded to the nearest, ties to even
+
 // Rounds 32 floats, each already in -127..127, to int8; returns their sum.
 static inline int store_codes(int8_t* p, f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
     __m256i ab = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v), _mm256_cvtps_epi32(b.v));

@@ -22,6 +22,7 @@ from lampejo.engine import Engine
 from lampejo.request import Request, StopParams
 from lampejo.runner import VerifyOutput
 from lampejo.sampling import SamplingParams
+from lampejo.scores import Scores
 from lampejo.speculate import NGRAM_MAX_WIDTH, NgramDrafter, Speculator
 from lampejo.text import TextStream
 from lampejo.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ class InstantRunner:
         self.changed = ids
         logits = self.logits[: len(ids)]
         logits[torch.arange(len(ids)), ids] = 18.0  # 99 % of the probability at temperature 1
-        out = VerifyOutput(logits, torch.empty(len(batch.ids), 0), torch.empty(len(batch.ids), 0))
+        out = VerifyOutput(Scores(logits), torch.empty(len(batch.ids), 0), torch.empty(len(batch.ids), 0))
         self.seconds += time.perf_counter() - started
         return out
 

@@ -25,6 +25,7 @@ from lampejo.request import Request, StopParams
 from lampejo.runner import VerifyOutput
 from lampejo.sampling import SamplingParams
 from lampejo.scheduler import ScheduledRow
+from lampejo.scores import Scores
 from lampejo.speculate import NGRAM_MAX_WIDTH, Drafter, Speculator
 from lampejo.states import Save
 from lampejo.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ class ScriptedRunner:
                 else:
                     logits[num_done] = torch.as_tensor(said)
                 num_done += 1
-        return VerifyOutput(logits, torch.empty(len(batch.ids), 0), torch.empty(len(batch.ids), 0))
+        return VerifyOutput(Scores(logits), torch.empty(len(batch.ids), 0), torch.empty(len(batch.ids), 0))
 
     def commit(self, out: VerifyOutput, num_committed: Sequence[int], saves: Sequence[Sequence[Save]]) -> None:
         assert not any(saves), "the target has no state"

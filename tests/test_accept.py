@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,13 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lampejo.accept import VerifyRow, accept, token_logprobs
+from lampejo.accept import Verdict, VerifyRow, token_logprobs
+from lampejo.accept import accept as accept_scores
 from lampejo.errors import DamagedModel
 from lampejo.request import StopParams
 from lampejo.sampling import History, SamplingParams, choose
+from lampejo.scores import Scores
 from tiny import ScriptedDrafter, make_engine, make_request, prompt_of, run
 
 V = 11
+
+
+def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
+    return accept_scores(Scores(logits), rows)
 
 
 def row_of(drafts: list[int], position: int = 5, seed: int = 3, hidden: Any = None, **params: Any) -> VerifyRow:

@@ -20,6 +20,7 @@ from lampejo.cli_options import ModelOptions
 from lampejo.loader import Loaded, load_model, without_drafts
 from lampejo.ops.cpu import instruction_set
 from lampejo.runner import Runner
+from lampejo.scores import Scores
 from lampejo.terminal import printable, side_by_side, wants_color
 
 Run = Callable[..., tuple[int, str, str]]
@@ -270,7 +271,7 @@ def test_a_damaged_model_is_told_in_one_line(run, monkeypatch, flag):
 
     def damaged(self, batch):
         out = verify(self, batch)
-        return replace(out, logits=out.logits * float("nan"))
+        return replace(out, scores=Scores(out.logits * float("nan")))
 
     monkeypatch.setattr(Runner, "verify", damaged)
     assert_one_line(*run("generate", "--max-tokens", "4", flag, "one two"), "logits are not numbers", "again")

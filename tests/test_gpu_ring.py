@@ -29,6 +29,7 @@ from lampejo.request import Request, StopParams
 from lampejo.runner import Runner
 from lampejo.sampling import SamplingParams
 from lampejo.scheduler import ScheduledRow
+from lampejo.scores import Scores
 from lampejo.speculate import NGRAM_MAX_WIDTH, NgramDrafter, Speculator
 from lampejo.states import RowState
 from lampejo.weights.checkpoint import open_checkpoint
@@ -83,8 +84,8 @@ def in_pieces(
     logits, taps, drafts = [], [], []
     choose = runner._choose_drafts
 
-    def seen(scores: torch.Tensor, *others: Any) -> torch.Tensor:
-        drafts.append(scores.flatten(0, 1))
+    def seen(scores: Scores, *others: Any) -> torch.Tensor:
+        drafts.append(scores.logits)
         return choose(scores, *others)
 
     runner._choose_drafts = seen  # type: ignore[method-assign]

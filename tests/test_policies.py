@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lampejo.accept import VerifyRow, accept
+from lampejo.accept import Verdict, VerifyRow
+from lampejo.accept import accept as accept_scores
 from lampejo.api import LLM
 from lampejo.chat_session import ChatSession
 from lampejo.config import Drafting
@@ -19,6 +20,7 @@ from lampejo.engine import Engine
 from lampejo.errors import DamagedModel, UserError
 from lampejo.request import DraftStats, Request, StopParams
 from lampejo.sampling import History, SamplingParams, choose, is_typical, process_logits
+from lampejo.scores import Scores
 from lampejo.server.models_info import fingerprint
 from lampejo.terminal import drafting_mode, start_lines, statistics_line
 from lampejo.text import TextStream
@@ -28,6 +30,12 @@ from test_recurrent import scripted_hybrid
 from tiny import ScriptedDrafter, run
 
 V = 11
+
+
+def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
+    return accept_scores(Scores(logits), rows)
+
+
 HALVES = (0.5, 0.25, 0.125, 0.125)  # entropy 1.75 ln 2, so exp(-entropy) is 0.2973
 QUARTERS = (0.25, 0.25, 0.25, 0.25)  # entropy ln 4
 SURE = (0.95, 0.05)  # exp(-entropy) is 0.82

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from lampejo.errors import DamagedModel
-from lampejo.sampling import History, SamplingParams, choose, is_typical, process_logits
+from lampejo.sampling import History, SamplingParams, is_typical, process_logits
+from lampejo.scores import Asked, Scores
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,17 @@ class VerifyRow:
     typical: float | None = None  # threshold of typical acceptance; None: lossless
     masks: Sequence[torch.Tensor | None] = ()  # per position, or none at all: which ids [V] its guide allows there
 
+    @property
+    def is_typical(self) -> bool:
+        return self.typical is not None and self.params.temperature > 0  # nothing but the greatest is typical at 0
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits themselves are changed, told, or asked for more than a choice."""
+        params = self.params
+        changed = params.has_penalties or bool(params.logit_bias) or any(self.hidden_ids) or bool(self.masks)
+        return changed or params.logprobs is not None or self.is_typical
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -52,58 +64,64 @@ class Verdict:
     inexact: Sequence[int] = ()
 
 
-def accept(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verdict]:
-    """logits [sum(len(drafts) + 1 for each row), V], rows one after another -> a verdict per row.
+def accept(scores: Scores, rows: Sequence[VerifyRow]) -> list[Verdict]:
+    """``scores`` of sum(len(drafts) + 1 for each row) tokens, rows one after another -> a verdict per row.
 
     ``DamagedModel`` where a committed token's logit is not finite: a NaN counts as the greatest, so it is chosen.
     """
-    if all(_is_plain_greedy(row) for row in rows):
-        greedy = logits.argmax(-1).tolist()  # one operation for the whole batch
-    else:
-        greedy = None
-    verdicts, start = [], 0
-    chosen: list[int] = []  # where the committed tokens' logits lie in the flat tensor
+    spans, start = [], 0
     for row in rows:
-        n = len(row.drafts) + 1
+        spans.append(range(start, start + len(row.drafts) + 1))
+        start += len(row.drafts) + 1
+    assert start == len(scores), (start, len(scores))
+    asked = [
+        Asked(index, row.params, row.seed, row.position + j)
+        for row, span in zip(rows, spans, strict=True)
+        if not row.wants_logits
+        for j, index in enumerate(span)
+    ]
+    at_once = scores.choose_at_once(asked)
+    logits_of = iter(scores.logits_of([span for span in spans if span.start not in at_once]))
+    verdicts: list[Verdict] = []
+    for row, span in zip(rows, spans, strict=True):
         inexact: list[int] = []
-        if greedy is None:
-            own, inexact = _own_choices(logits[start : start + n], row)
+        if span.start in at_once:
+            own = [at_once[index] for index in span]
         else:
-            own = greedy[start : start + n]
+            logits = next(logits_of)
+            own, inexact = _own_choices(scores, logits, row)
         num_accepted = 0
         while num_accepted < len(row.drafts) and row.drafts[num_accepted] == own[num_accepted]:
             num_accepted += 1
         ids = own[: num_accepted + 1]
-        chosen += [(start + j) * logits.shape[-1] + token_id for j, token_id in enumerate(ids)]
         logprobs = []
         if row.params.logprobs is not None:
-            logprobs = token_logprobs(logits[start : start + len(ids)], ids, row.params.logprobs)
+            logprobs = token_logprobs(logits[: len(ids)], ids, row.params.logprobs)
         verdicts.append(Verdict(ids, num_accepted, logprobs, inexact))
-        start += n
-    assert start == len(logits), (start, len(logits))
-    if chosen and not all(map(math.isfinite, logits.take(torch.tensor(chosen, device=logits.device)).tolist())):
+    committed = [i for span, verdict in zip(spans, verdicts, strict=True) for i in span[: len(verdict.ids)]]
+    if committed and not all(map(math.isfinite, scores.values(committed, [i for v in verdicts for i in v.ids]))):
         raise DamagedModel("The model's logits are not numbers: damaged weights. Fetch or convert the model again.")
     return verdicts
 
 
-def _own_choices(logits: torch.Tensor, row: VerifyRow) -> tuple[list[int], list[int]]:
-    """The target's choices for one row's positions, at least up to the first that differs from the draft; and where a
-    draft that it merely finds typical stands in their place.
+def _own_choices(scores: Scores, logits: torch.Tensor, row: VerifyRow) -> tuple[list[int], list[int]]:
+    """The target's choices for one row's positions, logits [n, V], at least up to the first that differs from the
+    draft; and where a draft that it merely finds typical stands in their place.
 
     A CPU takes them one by one: it computes only those that count, and small tensors stay in its caches. Another device
     takes them all at once.
     """
     n = len(row.drafts) + 1
-    scores = process_logits(logits, row.params, row.history, row.drafts, row.hidden_ids, row.masks)
+    processed = process_logits(logits, row.params, row.history, row.drafts, row.hidden_ids, row.masks)
     tile = 1 if logits.device.type == "cpu" else n
     own: list[int] = []
     inexact: list[int] = []
     while len(own) < n and own == list(row.drafts[: len(own)]):
         part = range(len(own), min(len(own) + tile, n))
         positions = range(row.position + part.start, row.position + part.stop)
-        own += choose(scores[part.start : part.stop], row.params, row.seed, positions).tolist()
-        if row.typical is not None:
-            inexact += _take_typical(own, scores, row, part)
+        own += scores.choose(processed[part.start : part.stop], row.params, row.seed, positions)
+        if row.is_typical:
+            inexact += _take_typical(own, processed, row, part)
     return own, inexact
 
 
@@ -118,12 +136,6 @@ def _take_typical(own: list[int], scores: torch.Tensor, row: VerifyRow, part: ra
             own[j] = row.drafts[j]
             taken.append(j)
     return taken
-
-
-def _is_plain_greedy(row: VerifyRow) -> bool:
-    params = row.params
-    changes = params.has_penalties or params.logit_bias or any(row.hidden_ids) or row.masks
-    return params.temperature == 0 and not changes
 
 
 def token_logprobs(logits: torch.Tensor, ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

@@ -57,7 +57,7 @@ class Engine:
         batch = make_batch(plan, drafts, self.page_size, self.eos_ids, self.runner.device)
         started = time.perf_counter()
         out = self.runner.verify(batch)
-        verdicts = accept(out.logits, batch.verify_rows)
+        verdicts = accept(out.scores, batch.verify_rows)
         verify_seconds = time.perf_counter() - started
         self._tell_prompts(batch, out)
         deltas, num_committed, saves = self._advance(batch, verdicts)

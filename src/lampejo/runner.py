@@ -15,7 +15,7 @@ from lampejo.cache import BlockView, CausalView, HybridView, PagedCache, StateCa
 from lampejo.models.dflash import DFlash
 from lampejo.models.layers import Target
 from lampejo.request import Request
-from lampejo.sampling import gumbel_noise
+from lampejo.scores import Draw, Scores, make_scores
 from lampejo.states import Save
 
 LOGPROB_ROWS = (
@@ -25,10 +25,15 @@ LOGPROB_ROWS = (
 
 @dataclass(frozen=True)
 class VerifyOutput:
-    logits: torch.Tensor  # [L, V]
+    scores: Scores  # of L tokens
     taps: torch.Tensor  # [T, num_taps * H]
     hidden: torch.Tensor  # [T, H], after the last norm
     view: HybridView | None = None  # of a target with recurrent layers: what a commit needs
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[L, V], fp32."""
+        return self.scores.logits
 
 
 class Runner:
@@ -108,8 +113,8 @@ class Runner:
         view = hybrid or CausalView(self.cache, batch.segments, batch.slots)
         hidden, taps = self.target(batch.ids, batch.positions, view, tap_layers)
         if len(batch.logit_index) == 0:
-            return VerifyOutput(hidden.new_empty(0, self.target.config.vocab_size), taps, hidden, hybrid)
-        return VerifyOutput(self.target.logits(hidden[batch.logit_index]), taps, hidden, hybrid)
+            return VerifyOutput(Scores(hidden.new_empty(0, self.target.config.vocab_size)), taps, hidden, hybrid)
+        return VerifyOutput(make_scores(self.target.lm_head, hidden[batch.logit_index]), taps, hidden, hybrid)
 
     @torch.inference_mode()
     def logprobs_after(self, hidden: torch.Tensor, next_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -156,24 +161,26 @@ class Runner:
         hidden = self.drafter(self.draft_embed(ids.flatten()), positions.flatten(), view)
         first = 0 if config.sample_from_anchor else 1  # row i predicts the token at row i; or else the one after it
         hidden = hidden.view(num_rows, block, -1)[:, first : first + num_slots]
-        logits = self.draft_head(hidden.flatten(0, 1)).float().view(num_rows, num_slots, -1)
-        chosen = self._choose_drafts(logits, requests, anchor_ids, anchors)
+        chosen = self._choose_drafts(make_scores(self.draft_head, hidden.flatten(0, 1)), requests, anchor_ids, anchors)
         return [ids[:width] for ids, width in zip(chosen.tolist(), widths, strict=True)]
 
     def _choose_drafts(
-        self, logits: torch.Tensor, requests: Sequence[Request], anchor_ids: torch.Tensor, anchors: Sequence[int]
+        self, scores: Scores, requests: Sequence[Request], anchor_ids: torch.Tensor, anchors: Sequence[int]
     ) -> torch.Tensor:
-        """logits [R, slots, draft ids] -> target ids [R, slots], with the same noise that the target will use."""
+        """Scores of R * slots tokens -> target ids [R, slots], with the same noise that the target will use."""
         assert self.drafter is not None
-        previous, chosen = anchor_ids, []
-        for slot in range(logits.shape[1]):
-            scores = logits[:, slot]
-            if self.drafter.markov_head is not None:
-                scores = scores + self.drafter.markov_head(self.to_draft_id[previous])
-            for r, request in enumerate(requests):
-                if request.sampling.temperature > 0:
-                    noise = gumbel_noise(request.seed, [anchors[r] + slot + 1], self.draft_token_ids)
-                    scores[r] = scores[r] / request.sampling.temperature + noise[0]
-            previous = self.draft_token_ids[scores.argmax(-1)]
-            chosen.append(previous)
-        return torch.stack(chosen, dim=1)
+        num_slots = len(scores) // len(requests)
+        draws = [
+            [Draw(request.sampling.temperature, request.seed, anchor + 1 + slot) for slot in range(num_slots)]
+            for request, anchor in zip(requests, anchors, strict=True)
+        ]
+        if self.drafter.markov_head is None:
+            chosen = scores.draw([draw for row in draws for draw in row], self.draft_token_ids)
+            return self.draft_token_ids[chosen].view(len(requests), num_slots)
+        logits = scores.logits.view(len(requests), num_slots, -1)
+        previous, ids = anchor_ids, []
+        for slot in range(num_slots):
+            biased = scores.of(logits[:, slot] + self.drafter.markov_head(self.to_draft_id[previous]))
+            previous = self.draft_token_ids[biased.draw([row[slot] for row in draws], self.draft_token_ids)]
+            ids.append(previous)
+        return torch.stack(ids, dim=1)

@@ -22,7 +22,7 @@ from lampejo.errors import UserError
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-_COLDEST = 1e-6  # scores divided by less would overflow; what is drawn at this temperature is the maximum already
+COLDEST = 1e-6  # scores divided by less would overflow; what is drawn at this temperature is the maximum already
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,27 @@ def gumbel_noise(seed: int, positions: Sequence[int], token_ids: torch.Tensor) -
     bits.bitwise_xor_(high)
     _mix32_(bits, scratch)
     uniform = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
+    return _log(_log(uniform).neg_()).neg_()
+
+
+def _log(x: torch.Tensor) -> torch.Tensor:
+    """The natural logarithm of normal fp32 numbers, x > 0, with a relative error of 2e-7.
+
+    On a CPU in operations whose roundings IEEE 754 settles, so that kernels can give the same bits:
+    log m = 2 atanh((m - 1) / (m + 1)) as a series, for m in [sqrt(1/2), sqrt(2)). Elsewhere bits of noise matter less
+    than those of logits, and one operation is quicker than twenty.
+    """
+    if x.device.type != "cpu":
+        return x.log()
+    bits = x.view(torch.int32)
+    exponent = (bits - 0x3F3504F3).bitwise_right_shift_(23)  # of x / sqrt(1/2)
+    m = (bits - (exponent << 23)).view(torch.float32)
+    s = (m - 1).div_(m.add_(1))
+    z = s * s
+    series = z * (2 / 9)
+    for coefficient in (2 / 7, 2 / 5, 2 / 3):
+        series.add_(coefficient).mul_(z)
+    return series.add_(2).mul_(s).add_(exponent.float().mul_(math.log(2)))
 
 
 def _signed(x: int) -> int:
@@ -186,7 +206,7 @@ def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: S
     """The target's own tokens. logits [N, V] after ``process_logits``, at absolute ``positions`` -> ids [N]."""
     if params.temperature == 0:
         return logits.argmax(-1)
-    scores = keep_likely(logits / max(params.temperature, _COLDEST), params)
+    scores = keep_likely(logits / max(params.temperature, COLDEST), params)
     return (scores + gumbel_noise(seed, positions, torch.arange(logits.shape[-1], device=logits.device))).argmax(-1)
 
 
@@ -200,7 +220,7 @@ def is_typical(logits: torch.Tensor, params: SamplingParams, token_id: int, thre
     """
     if params.temperature == 0:
         return False
-    probs = keep_likely(logits[None].float() / max(params.temperature, _COLDEST), params).softmax(-1)[0]
+    probs = keep_likely(logits[None].float() / max(params.temperature, COLDEST), params).softmax(-1)[0]
     entropy = torch.special.entr(probs).sum()
     bound = (threshold**0.5 * torch.exp(-entropy)).clamp(max=threshold)
     return bool(probs[token_id] > bound)
@@ -209,30 +229,47 @@ def is_typical(logits: torch.Tensor, params: SamplingParams, token_id: int, thre
 def keep_likely(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """top_k, then top_p (arXiv 1904.09751), then min_p (arXiv 2407.01082): what falls out becomes -inf. scores [N, V].
 
-    Tokens of equal score at the border of top_k or top_p stay together.
+    Tokens of equal score at the border of top_k or top_p stay together. Nothing falls out of a row with NaN or
+    infinity.
     """
+    if not (0 < params.top_k < scores.shape[-1] or params.top_p < 1 or params.min_p > 0):
+        return scores
+    best = scores.amax(-1, keepdim=True)
+    least = torch.full_like(best, -math.inf)
     if 0 < params.top_k < scores.shape[-1]:
         least = scores.topk(params.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -math.inf)
     if params.top_p < 1:
-        scores = scores.masked_fill(scores < _least_of_top_p(scores, params.top_p), -math.inf)
+        weights = _weights(scores - best).masked_fill_(scores < least, 0)
+        least = torch.maximum(least, _least_of_top_p(scores, weights, params.top_p))
     if params.min_p > 0:
-        probs = scores.softmax(-1)
-        scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -math.inf)
-    return scores
+        least = torch.maximum(least, best + math.log(params.min_p))
+    return scores.masked_fill((scores < least) & best.isfinite(), -math.inf)
 
 
-def _least_of_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The least score among the likeliest tokens whose probabilities together reach ``top_p`` [N, 1].
+def _weights(x: torch.Tensor) -> torch.Tensor:
+    """e^x * 2^30 to the nearest whole number, int64, for x <= 0. Sums of whole numbers do not depend on their order,
+    and as in ``_log`` IEEE 754 settles every step, so kernels keep the same tokens to the last one."""
+    x = x.nan_to_num(nan=0.0).clamp_(min=-23)
+    n = (x * math.log2(math.e)).round_()
+    rest = x.sub_(n * 0.693359375).sub_(n * -2.12194440e-4)  # log(2) in two parts
+    series = rest * (1 / 5040)
+    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0):
+        series.add_(coefficient).mul_(rest)
+    bits = series.add_(1).view(torch.int32).add_(n.add_(30).int().bitwise_left_shift_(23))  # times 2^(n + 30)
+    return bits.view(torch.float32).round_().long()
+
+
+def _least_of_top_p(scores: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The least score among the likeliest tokens whose weights together reach ``top_p`` of all [N, 1].
 
     Looks at a few likely tokens first and at more only if need be: sorting a whole vocabulary takes milliseconds.
     """
-    probs = scores.softmax(-1)
+    wanted = weights.sum(-1, keepdim=True).double() * top_p
     num_looked = min(1024, scores.shape[-1])
     while True:
         best, ids = scores.topk(num_looked, dim=-1)
-        before = probs.gather(-1, ids).cumsum(-1)[:, :-1]  # of the second token and on: the mass of those before it
-        num_kept = 1 + (before < top_p).sum(-1, keepdim=True)
-        if num_looked == scores.shape[-1] or int(num_kept.max()) < num_looked:
+        before = weights.gather(-1, ids).cumsum(-1)[:, :-1]  # of the second token and on: what those before it have
+        num_kept = 1 + (before < wanted).sum(-1, keepdim=True)
+        if num_looked == scores.shape[-1] or bool((num_kept < num_looked).all()):
             return best.gather(-1, num_kept - 1)
         num_looked = min(8 * num_looked, scores.shape[-1])

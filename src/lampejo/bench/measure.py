@@ -303,7 +303,7 @@ class Bench:
             batch = make_batch([row], [drafts], runner.page_size, self.loaded.eos_ids, runner.device)
             started = time.perf_counter()
             out = runner.verify(batch)
-            accept(out.logits, batch.verify_rows)
+            accept(out.scores, batch.verify_rows)
             runner.commit(out, [len(batch.ids)], [()])
             return time.perf_counter() - started
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 Q4, Q4K, Q8 = 0, 1, 2  # kinds of packed matrices
@@ -159,7 +159,23 @@ class CContextHalf(ctypes.Structure):
     ]
 
 
-ABI = 4  # LAMPEJO_ABI of the header that the structs above mirror
+class CChoice(ctypes.Structure):
+    _fields_ = [
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("temperature", c_float),
+        ("log_min_p", c_float),
+        ("top_p", c_double),
+        ("top_k", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class CChosen(ctypes.Structure):
+    _fields_ = [("index", c_int32), ("score", c_float)]
+
+
+ABI = 5  # LAMPEJO_ABI of the header that the structs above mirror
 _SIGNATURES = {
     "lampejo_abi": (c_int, []),
     "lampejo_isa": (c_char_p, []),
@@ -178,6 +194,9 @@ _SIGNATURES = {
     "lampejo_delta_runs": (None, [c_void_p, c_void_p]),
     "lampejo_delta_output": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]),
     "lampejo_context_half": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "lampejo_choose": (None, [c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p]),
+    "lampejo_head_choose": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p]),
+    "lampejo_noise": (None, [c_void_p, c_void_p, c_int, c_void_p]),
     "lampejo_paged_attention": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
 }
 
