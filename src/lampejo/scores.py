@@ -22,7 +22,7 @@ from lampejo.sampling import COLDEST, SamplingParams, gumbel_noise
 class Asked(NamedTuple):
     """A token to be chosen: where its logits stand among all [L], how it is chosen, and its absolute position."""
 
-    index: int
+    at: int
     params: SamplingParams
     seed: int
     position: int
@@ -127,7 +127,7 @@ class FusedScores(KernelScores):
         """All: the head reads its weights once, whether for one token or for several."""
         if not asked:
             return {}
-        indices = [one.index for one in asked]
+        indices = [one.at for one in asked]
         hidden = self.hidden if len(asked) == len(self.hidden) else self.hidden[indices]
         chosen = choose_from_head(self.head, hidden, [_kernel_choice(*one[1:]) for one in asked])
         self._chosen.update((i, logit) for i, (_, logit) in zip(indices, chosen, strict=True))
