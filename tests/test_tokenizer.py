@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import threading
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -425,3 +427,25 @@ def test_special_tokens_with_spaces_around_keep_the_added_token_rules(tmp_path: 
     save_folder(tmp_path, backend)
     tokenizer = from_folder(tmp_path)
     assert tokenizer.decode(tokenizer.encode("a   <mask>b")) == "ab"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """Fault: a prompt of some megabytes stopped the whole server for a minute, until it was found to be too long."""
+    tokenizer = from_gguf(samples.gguf_metadata("qwen2"))
+    began, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        tokenizer.encode("a b " * 200_000)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # seconds: Python takes its lock from no thread that does not give it
+    try:
+        thread.start()
+        began.wait()
+        assert not done.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()

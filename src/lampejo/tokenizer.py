@@ -90,15 +90,20 @@ class Tokenizer:
         """
         try:
             if not add_special_tokens:
-                return self.backend.encode(text, add_special_tokens=False).ids
+                return self._ids(text, False)
             if self._affixes is None:
-                return self.backend.encode(text, add_special_tokens=True).ids
+                return self._ids(text, True)
             before, after = self._affixes
-            return [*before, *self.backend.encode(text, add_special_tokens=False).ids, *after]
+            return [*before, *self._ids(text, False), *after]
         except (UnicodeEncodeError, TypeError) as error:
             raise UserError(
                 "The text cannot be encoded: it is not valid Unicode (a lone surrogate).", "Send well-formed UTF-8."
             ) from error
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: for a single text the library keeps Python's other threads waiting until it is done.
+        ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
