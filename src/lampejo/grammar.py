@@ -56,7 +56,10 @@ class Grammar:
         """Text that matches as a whole, in the syntax of Rust's regex crate: no look-around, no references back."""
         if not isinstance(pattern, str) or not pattern:
             raise UserError(f"{about} needs a regular expression, not {pattern!r}.", 'For example "[0-9]+".')
-        escaped = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+        try:
+            escaped = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+        except UnicodeEncodeError:
+            raise UserError(f"{about} has {pattern!r}, which is not UTF-8 text.") from None
         return _grammar(about, {"lark_grammar": escaped})
 
     @staticmethod

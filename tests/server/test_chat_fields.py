@@ -182,6 +182,7 @@ async def test_what_known_clients_send_is_answered(name):
         ("logit_bias", [5]),
         ("logprobs", 3),
         ("top_logprobs", 3),
+        ("top_logprobs", 10**6),
         ("stream", "true"),
         ("stream_options", {"include_usage": True}),
         ("messages", []),
@@ -205,6 +206,7 @@ async def test_what_known_clients_send_is_answered(name):
         ("chat_template_kwargs", ["enable_thinking"]),
         ("chat_template_kwargs", {"messages": []}),
         ("lampejo", {"drafts": "no"}),
+        ("lampejo", {"draft": False}),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_its_name(field, value):
@@ -237,9 +239,10 @@ async def test_what_cannot_be_honoured_is_refused_by_its_name(field, value):
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "regex", "pattern": "\\ud800"}}',
         b"{}",
     ],
-    ids=range(14),
+    ids=range(15),
 )
 async def test_a_body_that_is_broken_is_told_so(raw):
     """O5: 400 whatever it is, and the server goes on."""

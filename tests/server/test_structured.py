@@ -76,3 +76,30 @@ async def test_a_schema_is_kept_in_streams_and_whole_answers_with_drafts_and_wit
         assert (num_reasoning > 0) == (reasoning is not None) == ("<think>" in template)
         assert usage["completion_tokens"] == told[0][2]["completion_tokens"]
         assert num_reasoning == told[0][2]["completion_tokens_details"]["reasoning_tokens"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("guided_json", {}), ("structured_outputs", {"regex": "a"})])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat()),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+async def test_a_form_asked_for_in_the_words_of_other_servers_is_refused_not_ignored(path, body, field, value):
+    """P1: text of any form would look like an answer in it."""
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            response = await ask(client, {**body, field: value}, path)
+            assert response.status_code == 400 and response.json()["error"]["param"] == field
+            assert (await ask(client, {**body, field: None}, path)).status_code == 200
+
+
+async def test_completions_are_of_no_form():
+    """P1: ``response_format`` is for chats; the one that asks for nothing does no harm."""
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            for kind, status in (("json_object", 400), ("text", 200)):
+                body = {"prompt": "Hi", "response_format": {"type": kind}}
+                assert (await ask(client, body, "/v1/completions")).status_code == status

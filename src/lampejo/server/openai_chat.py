@@ -23,7 +23,7 @@ from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, EventStream, JsonResponse, event, unless_gone
 from lampejo.server.models_info import ModelName, fingerprint
-from lampejo.server.sampling_fields import SamplingBody
+from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 from lampejo.server.service import Answers, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ class ChatBody(SamplingBody):
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)  # under this name it goes no further
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)  # it goes on as logprobs
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -44,6 +44,7 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **OTHER_FORMATS,
         "audio": (),
         "chat_template": (),
         "modalities": (["text"],),

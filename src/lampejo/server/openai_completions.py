@@ -16,7 +16,7 @@ from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, EventStream, JsonResponse, event, unless_gone
 from lampejo.server.models_info import ModelName, fingerprint
-from lampejo.server.sampling_fields import SamplingBody
+from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 from lampejo.server.service import Answers, Job, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -29,7 +29,12 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
     echo: bool | None = None
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **OTHER_FORMATS,
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "best_of": (1,),
+    }
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

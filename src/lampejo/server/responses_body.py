@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
-from lampejo.server.sampling_fields import SamplingBody
+from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 
 _ENCRYPTED = "reasoning.encrypted_content"
 
@@ -26,6 +26,7 @@ class ResponsesBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **OTHER_FORMATS,
         "previous_response_id": (),
         "conversation": (),
         "prompt": (),

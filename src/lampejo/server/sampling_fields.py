@@ -1,9 +1,15 @@
 """How tokens are chosen and when an answer ends: fields of OpenAI's bodies, and those that vLLM adds."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lampejo.server.errors import refused
 from lampejo.server.fields import Body
+
+# How other servers are asked for what response_format asks for here. Ignored, they would give text of any form.
+OTHER_FORMATS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
+    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()
+)
 
 
 class SamplingBody(Body):
@@ -78,6 +84,8 @@ class SamplingBody(Body):
 
     def own(self, name: str, default: bool) -> bool:
         """A field of ``lampejo``, which no other server has."""
+        for other in (self.lampejo or {}).keys() - {"drafts", "trace"}:
+            raise refused(f"lampejo.{other}", "there are drafts and trace.")
         value = (self.lampejo or {}).get(name, default)
         if not isinstance(value, bool):
             raise refused(f"lampejo.{name}", "it must be true or false.")
