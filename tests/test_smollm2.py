@@ -302,6 +302,7 @@ SUBTLE_FAULTS: dict[str, Change] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN_FAULTS | SUBTLE_FAULTS)
 def test_each_fault_of_a_drafter_shows(
     llm: LLM, answers: list[Answer], packaged: DrafterParts, redrafted: tuple[float, Any], name: str

@@ -54,6 +54,7 @@ def check(case: Any) -> None:
             assert json.loads(response.text)["error"]["message"], (path, case.body)
 
 
+@pytest.mark.slow
 def test_random_requests_get_an_answer_or_are_told_why_not(schema):
     """O5: no 5xx from any operation, and errors are JSON with a message."""
     operations = [result.ok() for result in schema.get_all_operations()]
