@@ -54,8 +54,10 @@ static void delta_output(const DeltaHalf& half, const float* recurred, const flo
             static thread_local std::vector<float> normed;
             normed.resize(dim);
             for (int h = 0; h < heads; h++) {
-                normalise(half.out_norm, half.out_eps, dim, recurred + (static_cast<size_t>(t) * heads + h) * dim, normed.data());
-                swiglu(z + t * z_stride + static_cast<size_t>(h) * dim, normed.data(), dim, row + static_cast<size_t>(h) * dim);
+                const size_t at = static_cast<size_t>(h) * dim;
+                const float* own = recurred + static_cast<size_t>(t) * heads * dim + at;
+                normalise(half.out_norm, half.out_eps, dim, own, normed.data());
+                swiglu(z + t * z_stride + at, normed.data(), dim, row + at);
             }
         });
         const Matrix matrices[] = {half.out};
@@ -171,8 +173,10 @@ static void delta_head(const DeltaInputs& in, const DeltaRun& run, int head, flo
         int c = 0;
         for (; c + 32 <= stride; c += 32) column(c, delta_step<4>);
         for (; c < stride; c += 8) column(c, delta_step<1>);
-        for (int t = 0; t < n; t++)
-            std::memcpy(out + (static_cast<size_t>(run.first_out + done + t) * heads + head) * dv, &v[t * stride], dv * sizeof(float));
+        for (int t = 0; t < n; t++) {
+            const size_t at = static_cast<size_t>(run.first_out + done + t) * heads + head;
+            std::memcpy(out + at * dv, &v[t * stride], dv * sizeof(float));
+        }
         done += n;
         for (; next < last && next->end == done; next++)
             for (int i = 0; i < dk; i++) std::memcpy(place(next->slot) + i * dv, &state[i * stride], dv * sizeof(float));

@@ -43,7 +43,8 @@ static void float_matmul(Team& team, const float* matrix, int num_out, int num_i
         const int last = std::min(num_out, (piece + 1) * per_piece);
         for (int t = 0; t < num_tokens; t++)
             for (int n = piece * per_piece; n < last; n++)
-                out[t * stride + n] = dot(matrix + static_cast<size_t>(n) * num_in, x + static_cast<size_t>(t) * num_in, num_in);
+                out[t * stride + n] =
+                    dot(matrix + static_cast<size_t>(n) * num_in, x + static_cast<size_t>(t) * num_in, num_in);
     });
 }
 
@@ -163,11 +164,12 @@ static void experts_half(const ExpertsHalf& half, float* x, int num_tokens) {
     for (int e = 0; e < num_experts; e++) {
         const int start = starts[e], count = starts[e + 1] - start;
         if (!count) continue;
-        float* to = wide + static_cast<size_t>(start) * 2 * width;
-        ws.first_jobs.push_back({of_expert(half.gate, e), from_token(sorted, start), count, {to, 2 * static_cast<size_t>(width), false}});
-        ws.first_jobs.push_back({of_expert(half.up, e), from_token(sorted, start), count, {to + width, 2 * static_cast<size_t>(width), false}});
-        ws.second_jobs.push_back({of_expert(half.down, e), from_token(inner, start), count,
-                                  {outputs + static_cast<size_t>(start) * size, static_cast<size_t>(size), false}});
+        const size_t stride = 2 * static_cast<size_t>(width), out_stride = size;
+        const Activations own = from_token(sorted, start), own_inner = from_token(inner, start);
+        float* to = wide + start * stride;
+        ws.first_jobs.push_back({of_expert(half.gate, e), own, count, {to, stride, false}});
+        ws.first_jobs.push_back({of_expert(half.up, e), own, count, {to + width, stride, false}});
+        ws.second_jobs.push_back({of_expert(half.down, e), own_inner, count, {outputs + start * out_stride, out_stride, false}});
     }
     Activations shared_inner = {};
     float *shared_wide = nullptr, *shared_out = nullptr;

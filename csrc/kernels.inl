@@ -95,8 +95,9 @@ static void attention_half(const AttentionHalf& half, const Batch& batch, float*
     const AttentionShape shape = {num_heads, num_kv, dim, half.block, half.causal, half.window};
     const AttentionWork work(shape, batch);
     const float* k = qkv + static_cast<size_t>(queries) * dim;
-    const AttentionData data = {qkv,   half.gated ? 2 * dim : dim, k, k + static_cast<size_t>(num_kv) * dim, width, k_cache, v_cache,
-                                mixed, Workspace::floats(ws.spans, work.span_floats)};
+    const int q_step = half.gated ? 2 * dim : dim;
+    const AttentionData data = {qkv,     q_step, k,     k + static_cast<size_t>(num_kv) * dim, width, k_cache,
+                                v_cache, mixed,  Workspace::floats(ws.spans, work.span_floats)};
     parallel([=](Team& team) {
         prepare_normed(team, half.norm, half.eps, size, x, num_tokens, act_in);
         const Matrix inputs[] = {half.q, half.k, half.v}, outputs[] = {half.out};

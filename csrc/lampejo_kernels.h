@@ -82,8 +82,8 @@ struct DeltaSizes {
     int32_t tiled;  // value head v reads key head v % Hk; else each key head's value heads are neighbours
 };
 
-// x + out(silu(z) * norm(recurrence of qkv(n), gated by a(n) and b(n))), n = norm(x): the recurrent half of a layer, apart from the
-// recurrence itself. a and b are plain floats, because what they do is multiplied token after token.
+// x + out(silu(z(n)) * norm(recurrence of qkv(n), gated by a(n) and b(n))), n = norm(x): the recurrent half of a layer, apart
+// from the recurrence itself. a and b are plain floats, because what they do is multiplied token after token.
 struct DeltaHalf {
     const float* norm;
     float eps, out_eps;

@@ -149,6 +149,7 @@ class _Step:
     """A view of ``cache`` as the kernels read it, with everything that must outlive the calls."""
 
     def __init__(self, view: Any, rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int) -> None:
+        assert view.cache.page_size <= MAX_PAGE_SIZE, view.cache.page_size
         self.num_tokens = num_tokens
         segments: list[CSegment] = []
         pages: list[int] = []
