@@ -46,7 +46,7 @@ def test_a_limit_that_is_no_whole_number_in_range_is_refused_by_name(name, value
     ("params", "name"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 5, "min_tokens": 6}, r"min_tokens \(6\) is larger than max_tokens \(5\)"),
+        ({"max_tokens": 5, "min_tokens": 6}, r"min_tokens is 6, which is larger than max_tokens \(5\)"),
         ({"stop": ("",)}, "stop"),
         ({"stop": ("a", 5)}, "stop"),
         ({"stop": ("a", "b\udcff")}, r"stop has 'b\\udcff', which is not UTF-8"),

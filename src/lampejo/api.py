@@ -13,7 +13,7 @@ from lampejo.answer import Start, start_of, style_of
 from lampejo.chat import render_chat
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
-from lampejo.errors import UserError
+from lampejo.errors import UserError, shown
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.grammar import Grammar, Grammars
 from lampejo.loader import Loaded, load_model, with_thinking
@@ -201,7 +201,7 @@ class LLM:
         unknown = [name for name in params if name not in _SAMPLING_NAMES + _STOP_NAMES]
         if unknown:
             known = ", ".join(_SAMPLING_NAMES + _STOP_NAMES)
-            raise UserError(f"Unknown parameter {unknown[0]!r}.", f"Known: {known}.")
+            raise UserError(f"Unknown parameter {shown(unknown[0])}.", f"Known: {known}.")
         given = {name: value for name, value in params.items() if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
@@ -216,7 +216,8 @@ class LLM:
         for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", stops.stop_token_ids)):
             outside = [i for i in ids if i >= self._vocab_size]
             if outside:
-                raise UserError(f"{name} has token id {outside[0]}; this model has ids below {self._vocab_size}.")
+                message = f"{name} has token id {outside[0]}; this model has ids below {self._vocab_size}."
+                raise UserError(message, field=name)
         prompt_ids = self.encode(prompt, **template_kwargs)
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one word.")
@@ -284,7 +285,8 @@ class LLM:
     def _checked(self, ids: Sequence[int]) -> list[int]:
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise UserError(f"The prompt begins with token ids, but has {token_id!r} among them.", _PROMPT_REMEDY)
+                message = f"The prompt begins with token ids, but has {shown(token_id)} among them."
+                raise UserError(message, _PROMPT_REMEDY)
             if not 0 <= token_id < self._vocab_size:
                 raise UserError(
                     f"The prompt has token id {token_id}; this model has ids from 0 to {self._vocab_size - 1}."
@@ -352,17 +354,21 @@ def load(
 
 def _check_template_kwargs(kwargs: Any) -> None:
     if not isinstance(kwargs, Mapping):
-        raise UserError(f"chat_template_kwargs must map names to values, not be {kwargs!r}.")
+        message = f"chat_template_kwargs must map names to values, not be {shown(kwargs)}."
+        raise UserError(message, field="chat_template_kwargs")
     for name in kwargs:
         if not isinstance(name, str):
-            raise UserError(f"chat_template_kwargs has the key {name!r}; names are strings.")
+            message = f"chat_template_kwargs has the key {shown(name)}; names are strings."
+            raise UserError(message, field="chat_template_kwargs")
         if name in _NOT_FOR_TEMPLATES:
-            raise UserError(f"chat_template_kwargs cannot set {name!r}.", "Leave it out: the request itself sets it.")
+            message = f"chat_template_kwargs cannot set {name!r}."
+            raise UserError(message, "Leave it out: the request itself sets it.", field="chat_template_kwargs")
     tools = kwargs.get("tools")
     if tools is not None and not (
         isinstance(tools, Sequence) and not isinstance(tools, str) and all(isinstance(tool, Mapping) for tool in tools)
     ):
-        raise UserError(f"tools of chat_template_kwargs must be a list of objects, not {tools!r}.")
+        message = f"chat_template_kwargs has tools, which must be a list of objects, not {shown(tools)}."
+        raise UserError(message, field="chat_template_kwargs")
 
 
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:

@@ -92,7 +92,11 @@ def _render_to_be_continued(
     *before, last = messages
     content = last.get("content")
     if not isinstance(content, str) or not content:
-        raise UserError("continue_final_message needs text in the last message.", "Give some, or leave it out.")
+        raise UserError(
+            "continue_final_message needs text in the last message.",
+            "Give some, or leave it out.",
+            field="continue_final_message",
+        )
     marked = [*before, {**last, "content": content + _CONTINUED}]
     text, mark, _ = render_chat(template, marked, tokenizer, False, tools, **template_kwargs).rpartition(_CONTINUED)
     if not mark:
@@ -101,7 +105,8 @@ def _render_to_be_continued(
 
 
 def _bare(error: object) -> str:
-    return str(error).rstrip(". ")
+    """Some of it: a template may put a whole message into its error."""
+    return str(error)[:500].rstrip(". ")
 
 
 def _joined(pieces: Iterator[str]) -> str:
@@ -122,25 +127,27 @@ def validate_messages(messages: Any) -> None:
     """
     remedy = 'Each message is an object like {"role": "user", "content": "Hello"}.'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise UserError("messages is not a list.", remedy)
+        raise UserError("messages is not a list.", remedy, field="messages")
     if not messages:
-        raise UserError("messages is empty.", "Send at least one message.")
+        raise UserError("messages is empty.", "Send at least one message.", field="messages")
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise UserError(f"{name} is not an object.", remedy)
+            raise UserError(f"{name} is not an object.", remedy, field=name)
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise UserError(f"{name} has no role.", remedy)
+            raise UserError(f"{name} has no role.", remedy, field=name)
         content = message.get("content")
         if content is None:
             if not message.get("tool_calls"):
-                raise UserError(f"{name} has no content.", remedy)
+                raise UserError(f"{name} has no content.", remedy, field=name)
         elif isinstance(content, list):
             for part in content:
                 if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise UserError(f"{name}.content has a part that is not text.", "Only text is supported.")
+                    message = f"{name}.content has a part that is not text."
+                    raise UserError(message, "Only text is supported.", field=f"{name}.content")
         elif not isinstance(content, str):
-            raise UserError(f"{name}.content is neither a string nor a list of text parts.", remedy)
+            message = f"{name}.content is neither a string nor a list of text parts."
+            raise UserError(message, remedy, field=f"{name}.content")
 
 
 @lru_cache(maxsize=32)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lampejo.answer import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Start, Style
-from lampejo.errors import UserError
+from lampejo.errors import UserError, shown
 from lampejo.guide import Guide, Vocabulary
 from lampejo.sampling import check_number
 from lampejo.tokenizer import Tokenizer
@@ -48,25 +48,28 @@ class Grammar:
     def json_schema(schema: Mapping[str, Any] | bool, about: str = "response_format") -> "Grammar":
         """JSON that a JSON Schema describes; what of the schema cannot be enforced is an error when it is compiled."""
         if not isinstance(schema, Mapping | bool):
-            raise UserError(f"{about} needs a JSON schema, not {schema!r}.", 'For example {"type": "object"}.')
+            message = f"{about} needs a JSON schema, not {shown(schema)}."
+            raise UserError(message, 'For example {"type": "object"}.', field=about)
         return _grammar(about, {"json_schema": _with_options(schema)})
 
     @staticmethod
     def regex(pattern: str, about: str = "response_format") -> "Grammar":
         """Text that matches as a whole, in the syntax of Rust's regex crate: no look-around, no references back."""
         if not isinstance(pattern, str) or not pattern:
-            raise UserError(f"{about} needs a regular expression, not {pattern!r}.", 'For example "[0-9]+".')
+            message = f"{about} needs a regular expression, not {shown(pattern)}."
+            raise UserError(message, 'For example "[0-9]+".', field=about)
         try:
             escaped = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         except UnicodeEncodeError:
-            raise UserError(f"{about} has {pattern!r}, which is not UTF-8 text.") from None
+            raise UserError(f"{about} has {shown(pattern)}, which is not UTF-8 text.", field=about) from None
         return _grammar(about, {"lark_grammar": escaped})
 
     @staticmethod
     def lark(rules: str, about: str = "response_format") -> "Grammar":
         """A context-free grammar with the rule ``start``."""
         if not isinstance(rules, str) or not rules.strip():
-            raise UserError(f"{about} needs a grammar, not {rules!r}.", 'For example: start: "yes" | "no"')
+            message = f"{about} needs a grammar, not {shown(rules)}."
+            raise UserError(message, 'For example: start: "yes" | "no"', field=about)
         return _grammar(about, {"lark_grammar": rules})
 
     @staticmethod
@@ -84,14 +87,20 @@ class Grammar:
             told = value.get("json_schema", value)
             schema = told.get("schema") if isinstance(told, Mapping) else None
             if schema is None:
-                raise UserError("response_format of type json_schema has no schema.", "Give it as json_schema.schema.")
+                raise UserError(
+                    "response_format of type json_schema has no schema.",
+                    "Give it as schema, in json_schema or beside the type.",
+                    field="response_format",
+                )
             return Grammar.json_schema(schema)
         if kind == "regex":
             return Grammar.regex(value.get("pattern", ""))
         if kind == "grammar":
             return Grammar.lark(value.get("grammar", ""))
         raise UserError(
-            f"response_format has the type {kind!r}.", "There are text, json_object, json_schema, regex and grammar."
+            f"response_format has the type {shown(kind)}.",
+            "There are text, json_object, json_schema, regex and grammar.",
+            field="response_format",
         )
 
     @staticmethod
@@ -109,7 +118,8 @@ class Grammar:
             name = named.get("name") if isinstance(named, Mapping) else None
             functions = [function for function in functions if function["name"] == name]
             if not functions:
-                raise UserError(f"tool_choice names the function {name!r}, which is not among the tools.")
+                message = f"tool_choice names the function {shown(name)}, which is not among the tools."
+                raise UserError(message, field="tool_choice")
         elif tool_choice in (None, "auto"):
             if parallel and not any(function.get("strict") for function in functions):
                 return None
@@ -117,14 +127,17 @@ class Grammar:
             return None
         elif tool_choice != "required":
             raise UserError(
-                f"tool_choice is {tool_choice!r}.", 'It is "auto", "none", "required", or names a function.'
+                f"tool_choice is {shown(tool_choice)}.",
+                'It is "auto", "none", "required", or names a function.',
+                field="tool_choice",
             )
         if not functions:
             if tool_choice == "required":
-                raise UserError('tool_choice is "required", but there are no tools.')
+                raise UserError("tool_choice asks for a call, but there are no tools.", field="tool_choice")
             return None
         if style.tools is None:
-            raise UserError("tools are not known to this model's chat template.", "Use a model that can call tools.")
+            message = "tools are not known to this model's chat template."
+            raise UserError(message, "Use a model that can call tools.", field="tools")
         rules = _ToolRules(style)
         calls = " | ".join(rules.call(function) for function in functions)
         free = named is None and tool_choice != "required"
@@ -149,7 +162,7 @@ def _grammar(about: str, body: Mapping[str, Any]) -> Grammar:
     try:
         return Grammar(about, json.dumps(body))
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{about} is not JSON: {error}.") from None
+        raise UserError(f"{about} is not JSON: {error}.", field=about) from None
 
 
 def _quoted(text: str) -> str:
@@ -192,7 +205,7 @@ class _ToolRules:
     def _xml(self, name: str, schema: Mapping[str, Any], lenient: bool) -> str:
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         if not isinstance(properties, Mapping):
-            raise UserError(f"tools have a schema for {name} whose properties are no object.")
+            raise UserError(f"tools have a schema for {name} whose properties are no object.", field="tools")
         root = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = []
         for parameter, told in properties.items():
@@ -218,7 +231,8 @@ class _ToolRules:
             return f"{self._value({**root, **schema}, lenient)} {end}"
         bounds = sorted(schema.keys() & {"pattern", "format", "minLength", "maxLength"})
         if bounds and not lenient:
-            raise UserError(f"tools have {bounds[0]} for {name}, which cannot be enforced in this model's calls.")
+            message = f"tools have {bounds[0]} for {name}, which cannot be enforced in this model's calls."
+            raise UserError(message, field="tools")
         return self._text()
 
     def _text(self) -> str:
@@ -244,13 +258,15 @@ class Grammars:
         """For one answer, None where there is nothing to enforce. budget: tokens of reasoning. ``UserError`` if the
         grammar is not supported, or nothing matches it."""
         if grammar is not None and not isinstance(grammar, Grammar):
-            raise UserError(f"grammar must be a Grammar, not {grammar!r}.", "Make one with Grammar.json_schema(...).")
+            message = f"grammar must be a Grammar, not {shown(grammar)}."
+            raise UserError(message, "Make one with Grammar.json_schema(...).")
         if budget is not None:
             check_number("thinking_budget", budget, 0, 2**31, whole=True)
         if grammar is None and (budget is None or start == "closed"):
             return None
         if budget is not None and END_THINK not in self._tokenizer.decode(self._vocabulary.end_thinking):
-            raise UserError(f"thinking_budget has no use: {END_THINK} cannot be written with this model's tokens.")
+            message = f"thinking_budget has no use: {END_THINK} cannot be written with this model's tokens."
+            raise UserError(message, field="thinking_budget")
         return Guide(self._vocabulary, start, self._matcher(grammar, start) if grammar else None, budget)
 
     def _matcher(self, grammar: Grammar, start: Start) -> LLMatcher:
@@ -259,7 +275,8 @@ class Grammars:
         try:
             text = _with_reasoning(grammar, start)
         except RecursionError:
-            raise UserError(f"{grammar.about} cannot be enforced: it is nested too deeply.") from None
+            message = f"{grammar.about} cannot be enforced: it is nested too deeply."
+            raise UserError(message, field=grammar.about) from None
         with self._lock:
             if self._indexed is None:
                 self._indexed = self._index()
@@ -267,15 +284,18 @@ class Grammars:
                 self._compiled.move_to_end(text)
                 return found
         if len(text) > MAX_CHARS:
-            raise UserError(f"{grammar.about} is a grammar of {len(text)} characters; {MAX_CHARS} are supported.")
+            message = f"{grammar.about} is a grammar of {len(text)} characters; {MAX_CHARS} are supported."
+            raise UserError(message, field=grammar.about)
         indexed = self._indexed
         matcher = _with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=_LIMITS))
         if matcher.is_error():
-            raise UserError(f"{grammar.about} cannot be enforced: {_in_a_line(matcher.get_error())}")
+            message = f"{grammar.about} cannot be enforced: {_in_a_line(matcher.get_error())}"
+            raise UserError(message, field=grammar.about)
         probe = Guide(self._vocabulary, "closed", matcher)
         probe.masks([])
         if probe.error is not None:
-            raise UserError(f"{grammar.about} cannot be enforced: nothing that this model can write matches it.")
+            message = f"{grammar.about} cannot be enforced: nothing that this model can write matches it."
+            raise UserError(message, field=grammar.about)
         with self._lock:
             self._compiled[text] = matcher
             while len(self._compiled) > MAX_COMPILED:

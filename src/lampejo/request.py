@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from lampejo.accept import TokenLogprobs, Verdict
-from lampejo.errors import UserError
+from lampejo.errors import UserError, shown
 from lampejo.guide import Guide
 from lampejo.sampling import History, SamplingParams, check_number
 from lampejo.states import RowState
@@ -38,18 +38,21 @@ class StopParams:
             check_number("max_tokens", self.max_tokens, 1, 2**31, whole=True)
         check_number("min_tokens", self.min_tokens, 0, 2**31, whole=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).")
+            message = f"min_tokens is {self.min_tokens}, which is larger than max_tokens ({self.max_tokens})."
+            raise UserError(message, field="min_tokens")
         if not isinstance(self.stop, tuple) or any(not isinstance(s, str) or not s for s in self.stop):
-            raise UserError("stop must be one or more strings, none of them empty.")
+            raise UserError("stop must be one or more strings, none of them empty.", field="stop")
         for text in self.stop:
             if any("\ud800" <= char <= "\udfff" for char in text):
-                raise UserError(f"stop has {text!r}, which is not UTF-8 text.", "No answer can ever match it.")
+                message = f"stop has {shown(text)}, which is not UTF-8 text."
+                raise UserError(message, "No answer can ever match it.", field="stop")
         if not isinstance(self.stop_token_ids, tuple):
-            raise UserError("stop_token_ids must be a list of token ids.")
+            raise UserError("stop_token_ids must be a list of token ids.", field="stop_token_ids")
         if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
+            message = f"ignore_eos must be true or false, not {shown(self.ignore_eos)}."
+            raise UserError(message, field="ignore_eos")
         for token_id in self.stop_token_ids:
-            check_number("stop_token_ids entry", token_id, 0, 2**31, whole=True)
+            check_number("stop_token_ids", token_id, 0, 2**31, whole=True, what=" entry")
 
 
 class TextSink(Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lampejo.errors import UserError
+from lampejo.errors import UserError, shown
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -55,10 +55,11 @@ class SamplingParams:
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if not isinstance(self.logit_bias, Mapping):
-            raise UserError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}.")
+            message = f"logit_bias must map token ids to numbers, not be {shown(self.logit_bias)}."
+            raise UserError(message, field="logit_bias")
         for token_id, bias in self.logit_bias.items():
-            check_number("logit_bias token id", token_id, 0, 2**31, whole=True)
-            check_number(f"logit_bias of token {token_id}", bias, -100, 100)
+            check_number("logit_bias", token_id, 0, 2**31, whole=True, what=" token id")
+            check_number("logit_bias", bias, -100, 100, what=f" of token {token_id}")
         if self.seed is not None:
             check_number("seed", self.seed, -(2**63), 2**64 - 1, whole=True)
         if self.logprobs is not None:
@@ -69,16 +70,20 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def check_number(name: str, value: float, low: float, high: float, whole: bool = False, above: bool = False) -> None:
-    """Refuses what is not a finite number from low to high (from just above low, with ``above``)."""
+def check_number(
+    field: str, value: float, low: float, high: float, whole: bool = False, above: bool = False, what: str = ""
+) -> None:
+    """Refuses what is not a finite number from low to high (from just above low, with ``above``). what: which part of
+    the field it is."""
+    name = field + what
     kinds = (int,) if whole else (int, float)
     is_number = isinstance(value, kinds) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
-        raise UserError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}.")
+        raise UserError(f"{name} must be a {'whole ' if whole else ''}number, not {shown(value)}.", field=field)
     if value > high or value < low or (above and value == low):
         start = f"above {low}" if above else f"at least {low}"
-        shown = value if abs(value) < 10**20 else "out of range"
-        raise UserError(f"{name} is {shown}; it must be {start} and at most {high}.")
+        told = value if abs(value) < 10**20 else "out of range"
+        raise UserError(f"{name} is {told}; it must be {start} and at most {high}.", field=field)
 
 
 @dataclass

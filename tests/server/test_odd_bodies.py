@@ -133,3 +133,60 @@ async def test_nothing_odd_anywhere_makes_the_server_fail(path):
                     response = await client.post(path, content=content, headers={"content-type": "application/json"})
                     assert response.status_code in (200, 400, 404), (place, odd, response.text)
                     assert response.status_code == 200 or response.json()["error"]["message"]
+
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+    (CHAT, {"stop": ["\ud800"]}, "stop"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0]"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "regex", "pattern": "("}}, "response_format"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (COMPLETIONS, {"logprobs": 99}, "logprobs"),
+    (RESPONSES, {"max_output_tokens": 2**40}, "max_output_tokens"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    (RESPONSES, {"text": {"format": {"type": "regex", "pattern": "("}}}, "text.format"),
+    (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+    (MESSAGES, {"stop_sequences": ["\ud800"]}, "stop_sequences"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    (MESSAGES, {"output_config": {"format": {"type": "regex", "pattern": "("}}}, "output_config.format"),
+]
+SOUND: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETIONS: {"prompt": "Hi"},
+    RESPONSES: {"input": "Hi"},
+    MESSAGES: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), WRONG)
+async def test_errors_name_the_field_of_the_api_that_was_called(path, fields, named):
+    """Fault: Anthropic's caller is told of ``response_format``, which no API of Anthropic's has."""
+    with thinking_model("Hello") as llm:
+        async with client_of(llm) as client:
+            content = json.dumps({**SOUND[path], **fields})
+            response = await client.post(path, content=content, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["message"].startswith(f"{named}"), error
+    assert error["message"][len(named)] in " :" and (path == MESSAGES or error["param"] == named)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_errors_echo_little_of_what_they_are_about(path):
+    """O5. Fault: a megabyte in a field comes back as a megabyte of error."""
+    long: list[Any] = ["x" * 100_000, {"x" * 100_000: 1}, [["x"] * 100] * 1000]
+    body = BODIES[path] | {
+        "chat_template_kwargs": {"tools": 1},
+        "model": "model",
+        "stream_options": {"include_usage": 1},
+    }
+    with thinking_model("Hello") as llm:
+        async with client_of(llm) as client:
+            for place in places(body):
+                for odd in long:
+                    response = await client.post(path, json=changed(body, place, odd))
+                    assert response.status_code == 200 or len(response.content) < 2000, (place, response.text[:300])

@@ -235,7 +235,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"verbosity": "low"}}, "text"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"truncation": "middle"}, "truncation"),

@@ -58,7 +58,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         try:
             ids = await run_in_threadpool(llm.encode, job.prompts[0], **job.params["chat_template_kwargs"])
         except UserError as error:
-            raise from_user_error(error, job.fields) from error
+            raise from_user_error(error, job.names) from error
         return JsonResponse({"input_tokens": len(ids)})
 
     return router

@@ -5,9 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
+from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import Body
+
+NAMES = {
+    "stop": "stop_sequences",
+    "thinking_budget": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+    "messages": "messages",  # as templates have them they are others, counted otherwise
+    "continue_final_message": "messages",
+    "chat_template_kwargs": "output_config",
+}
 
 # Claude Code begins its system prompt with a line for Anthropic's accounts. It has a hash of the request, so that with
 # it no prefix would ever be found in the cache again.
@@ -52,7 +62,7 @@ class PromptBody(Body):
             parallel_tool_calls=parallel,
             response_format=config.get("format"),
             template_kwargs=self._template_kwargs(),
-            fields=self.model_dump(),
+            names=NAMES,
         )
 
     @property
@@ -69,7 +79,7 @@ class PromptBody(Body):
         if self.thinking is not None:
             kind = self.thinking.get("type")
             if kind not in ("enabled", "adaptive", "disabled"):
-                raise refused("thinking", f"its type is {kind!r}; there are enabled, adaptive and disabled.")
+                raise refused("thinking", f"its type is {shown(kind)}; there are enabled, adaptive and disabled.")
             if self.thinking.get("display") not in (None, "summarized", "omitted"):
                 raise refused("thinking", "its display is summarized or omitted.")
             kwargs["enable_thinking"] = kind != "disabled"
@@ -99,7 +109,7 @@ class MessagesBody(PromptBody):
         if thinking.get("type") == "enabled":
             budget = thinking.get("budget_tokens")
             if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-                raise refused("thinking", "it needs budget_tokens, a number of at least 1.")
+                raise refused("thinking.budget_tokens", "it must be a whole number of at least 1.")
             params["thinking_budget"] = budget
         return params
 
@@ -111,7 +121,7 @@ def _changes_nothing(edit: Any) -> bool:
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise refused("tools", f"this server has no {tool['type']!r} (tool {i}); only tools with an input_schema.")
+        raise refused("tools", f"this server has no {shown(tool['type'])} (tool {i}); only tools with an input_schema.")
     if tool.get("defer_loading") or tool.get("allowed_callers") not in (None, ["direct"]):
         raise refused("tools", f"tool {i} is not for the model itself, which this server does not support.")
     if not isinstance(tool.get("input_schema"), Mapping):
@@ -127,7 +137,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> tuple[str | dict[str, Any], bool]
     told = {"auto": "auto", "any": "required", "none": "none", "tool": None}
     kind = choice.get("type")
     if not isinstance(kind, str) or kind not in told:
-        raise refused("tool_choice", f"its type is {kind!r}; there are auto, any, tool and none.")
+        raise refused("tool_choice", f"its type is {shown(kind)}; there are auto, any, tool and none.")
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):
         raise refused("tool_choice", "disable_parallel_tool_use is true or false.")
@@ -145,7 +155,7 @@ def _messages(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str
     makers = {"user": _of_user, "assistant": _of_assistant, "system": _of_system}
     for i, message in enumerate(messages):
         if message.get("role") not in tuple(makers):
-            raise refused(f"messages[{i}].role", f"it is {message.get('role')!r}; there are user and assistant.")
+            raise refused(f"messages[{i}].role", f"it is {shown(message.get('role'))}; there are user and assistant.")
     for role, turn in groupby(enumerate(messages), lambda pair: pair[1]["role"]):
         blocks = [block for i, message in turn for block in _blocks(message.get("content"), f"messages[{i}].content")]
         told += makers[role](blocks)
@@ -169,7 +179,7 @@ def _text(blocks: Blocks) -> str:
     texts = []
     for where, block in blocks:
         if block.get("type") != "text":
-            raise refused(where, f"{block.get('type')!r} cannot be read there; this model reads text alone.")
+            raise refused(where, f"{shown(block.get('type'))} cannot be read there; this model reads text alone.")
         texts.append(_string(block, "text", where))
     return "\n".join(texts)
 

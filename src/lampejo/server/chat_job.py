@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lampejo.answer import Style
-from lampejo.errors import UserError
+from lampejo.errors import UserError, shown
 from lampejo.grammar import Grammar
 from lampejo.server.errors import from_user_error, refused
 from lampejo.server.service import Job
@@ -15,8 +15,8 @@ from lampejo.server.service import Job
 
 @dataclass(frozen=True)
 class Chat:
-    """What a protocol asks for, in OpenAI's words. params: keyword arguments of ``LLM.make_request``; fields: the body,
-    so that errors can name the field that they are about."""
+    """What a protocol asks for, in OpenAI's words. params: keyword arguments of ``LLM.make_request``; names: the
+    protocol's own words for fields of these two, where they differ."""
 
     messages: Sequence[Mapping[str, Any]]
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Chat:
     parallel_tool_calls: bool = True
     response_format: Mapping[str, Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def chat_job(chat: Chat, style: Style) -> Job:
@@ -47,10 +47,10 @@ def chat_job(chat: Chat, style: Style) -> Job:
     try:
         grammar = _grammar(chat, tools, style)
     except UserError as error:
-        raise from_user_error(error, chat.fields) from error
+        raise from_user_error(error, chat.names) from error
     if grammar is not None:
         params["grammar"] = grammar
-    return Job([messages], params, chat.n, tools, chat.fields)
+    return Job([messages], params, chat.n, tools, chat.names)
 
 
 def _grammar(chat: Chat, tools: Sequence[Mapping[str, Any]], style: Style) -> Grammar | None:
@@ -64,12 +64,12 @@ def _grammar(chat: Chat, tools: Sequence[Mapping[str, Any]], style: Style) -> Gr
 
 def _tool(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:
     if tool.get("type") != "function":
-        raise refused("tools", f"tool {i} is of type {tool.get('type')!r}; only functions can be called.")
+        raise refused("tools", f"tool {i} is of type {shown(tool.get('type'))}; only functions can be called.")
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise refused("tools", f"tool {i} has no function with a name.")
     if not isinstance(function.get("parameters", {}), Mapping):
-        raise refused("tools", f"the parameters of {function['name']} are not a JSON schema.")
+        raise refused("tools", f"the parameters of {shown(function['name'])} are not a JSON schema.")
     return tool
 
 
@@ -98,8 +98,8 @@ def _text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     text = part.get({"refusal": "refusal"}.get(kind, "text")) if kind in ("text", "refusal") else None
     if not isinstance(text, str):
-        shown = repr(kind) if kind else "a part without a type"
-        raise refused(where, f"{shown} cannot be read; this model reads text alone.")
+        told = shown(kind) if kind else "a part without a type"
+        raise refused(where, f"{told} cannot be read; this model reads text alone.")
     return text
 
 

@@ -1,5 +1,6 @@
 """What goes wrong with a request, in the shape of the API that was called."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,8 @@ from lampejo.errors import UserError
 
 BAD_REQUEST, NOT_FOUND, TOO_LARGE, NOT_JSON = 400, 404, 413, 415
 TOO_MANY, BROKEN, UNAVAILABLE, TIMED_OUT = 429, 500, 503, 504
+
+_LONGEST = 1000  # characters of a message; some quote the request, which may be megabytes
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
@@ -32,10 +35,12 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST - 200]} ... {message[-150:]}"
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = param[:100] if param else None
         self.code = code
         self.headers = dict(headers or {})
 
@@ -55,8 +60,11 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(BAD_REQUEST, f"{param}: {message}", param=param)
 
 
-def from_user_error(error: UserError, fields: Mapping[str, Any] | None = None) -> ApiError:
-    """400; ``param`` is the field that the message begins with, if it is one of ``fields``."""
-    first = error.message.split(" ", 1)[0].rstrip(".:,")
-    name = first.split("[", 1)[0].split(".", 1)[0]
-    return ApiError(BAD_REQUEST, str(error), param=first if fields is not None and name in fields else None)
+def from_user_error(error: UserError, names: Mapping[str, str] | None = None) -> ApiError:
+    """400; ``param`` is the field of the request that it is about. names: how the API that was called calls it, where
+    that differs from the engine's name; what stands inside of such a field is not told, since that differs too."""
+    field = error.field
+    if field is None:
+        return ApiError(BAD_REQUEST, str(error))
+    told = (names or {}).get(re.split(r"[.\[]", field)[0], field)
+    return ApiError(BAD_REQUEST, told + str(error)[len(field) :], param=told)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from lampejo import __version__
 from lampejo.api import LLM
+from lampejo.errors import shown
 from lampejo.server.errors import BROKEN, NOT_FOUND, UNAVAILABLE, ApiError
 from lampejo.server.http import JsonResponse
 from lampejo.server.service import Service
@@ -48,7 +49,7 @@ class ModelName:
             return self.names[0]
         if name not in self.names:
             known = ", ".join(self.names)
-            message = f"The model {name!r} is not here; this server has {known}."
+            message = f"The model {shown(name)} is not here; this server has {known}."
             raise ApiError(NOT_FOUND, message, param="model", code="model_not_found")
         return name
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,9 +30,9 @@ from lampejo.tokenizer import Tokenizer
 class ChatBody(SamplingBody):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)  # under this name it goes no further
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)  # it goes on as logprobs
+    top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -58,9 +57,12 @@ class ChatBody(SamplingBody):
 
     def chat(self) -> Chat:
         params = self.sampling()
-        longest = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        if longest is not None:
-            params["max_tokens"] = longest
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            params["max_tokens"] = self.max_completion_tokens
+            names["max_tokens"] = "max_completion_tokens"
+        elif self.max_tokens is not None:
+            params["max_tokens"] = self.max_tokens
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "it needs logprobs to be true.")
         if self.logprobs:
@@ -85,7 +87,7 @@ class ChatBody(SamplingBody):
             self.parallel_tool_calls is not False,
             self.response_format,
             kwargs,
-            self.model_dump(),
+            names,
         )
 
 

@@ -52,7 +52,7 @@ class CompletionBody(SamplingBody):
             params["logprobs"] = self.logprobs
             if self.echo:
                 params["prompt_logprobs"] = self.logprobs
-        return Job(self.prompts, params, self.answers, None, self.model_dump())
+        return Job(self.prompts, params, self.answers)
 
 
 def routes(service: Service, names: ModelName) -> APIRouter:

@@ -4,10 +4,16 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "messages": "input",
+}
 _ENCRYPTED = "reasoning.encrypted_content"
 
 
@@ -61,7 +67,7 @@ class ResponsesBody(SamplingBody):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self._format(),
             template_kwargs=self._template_kwargs(),
-            fields=self.model_dump(),
+            names=NAMES,
         )
 
     @property
@@ -79,7 +85,7 @@ class ResponsesBody(SamplingBody):
         harmless = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}
         for name, value in harmless.items():
             if reasoning.get(name) not in (None, value):
-                raise refused("reasoning", f"{name} cannot be {reasoning[name]!r} here. Leave it out.")
+                raise refused("reasoning", f"{name} cannot be {shown(reasoning[name])} here. Leave it out.")
         kwargs = dict(self.chat_template_kwargs or {})
         effort = reasoning.get("effort")
         if effort is not None:
@@ -112,7 +118,7 @@ class ResponsesBody(SamplingBody):
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise refused("tools", f"tool {i} is of type {tool.get('type')!r}; only functions can be called.")
+        raise refused("tools", f"tool {i} is of type {shown(tool.get('type'))}; only functions can be called.")
     if tool.get("defer_loading") or tool.get("async") or tool.get("allowed_callers") not in (None, ["direct"]):
         raise refused("tools", f"tool {i} has more than name, description, parameters and strict.")
     names = ("name", "description", "parameters", "strict", "output_schema")
@@ -157,9 +163,11 @@ def _messages(instructions: str | None, items: str | Sequence[Mapping[str, Any]]
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
             told.append({"role": item["role"], "content": _text(item.get("content"), f"{where}.content")})
         elif kind == "message":
-            raise refused(f"{where}.role", f"it is {item.get('role')!r}; there are user, assistant, system, developer.")
+            raise refused(
+                f"{where}.role", f"it is {shown(item.get('role'))}; there are user, assistant, system, developer."
+            )
         else:
-            raise refused(where, f"{kind!r} is not supported; there are messages, reasoning and function calls.")
+            raise refused(where, f"{shown(kind)} is not supported; there are messages, reasoning and function calls.")
     return told
 
 
@@ -187,7 +195,7 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         name = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}.get(str(kind))
         if name is None:
-            raise refused(f"{where}[{i}]", f"{kind!r} cannot be read; this model reads text alone.")
+            raise refused(f"{where}[{i}]", f"{shown(kind)} cannot be read; this model reads text alone.")
         texts.append(_string(part, name, f"{where}[{i}]"))
     return "\n".join(texts)
 

@@ -31,15 +31,15 @@ class Job:
     """What is asked, whatever the protocol.
 
     params: keyword arguments of ``LLM.make_request``; n: answers to each prompt, with seeds seed, seed + 1, ...; tools:
-    those that a chat offers, None for text that is no chat and has neither reasoning nor calls; fields: the body, so
-    that errors can name the field that they are about.
+    those that a chat offers, None for text that is no chat and has neither reasoning nor calls; names: what the
+    protocol calls fields of ``params`` that have another name there, for errors.
     """
 
     prompts: Sequence[Prompt]
     params: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     tools: Sequence[Mapping[str, Any]] | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Service:
                 self.llm.frontend.submit(request, outbox)
         except UserError as error:
             self.leave(num_requests)
-            raise from_user_error(error, job.fields) from error
+            raise from_user_error(error, job.names) from error
         except RuntimeError as error:  # the engine is closed or broken
             self.leave(num_requests)
             raise self.failure(error) from error

@@ -57,7 +57,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         try:
             ids = await run_in_threadpool(encode, body)
         except UserError as error:
-            raise from_user_error(error, body.model_dump()) from error
+            raise from_user_error(error) from error
         return JsonResponse({"count": len(ids), "max_model_len": llm.max_context, "tokens": ids})
 
     @router.post("/detokenize", tags=["server"], openapi_extra=schema_of(DetokenizeBody))
@@ -69,7 +69,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
             ids = llm.encode(body.tokens) if body.tokens else []  # for its checks
             text = await run_in_threadpool(llm.tokenizer.decode, ids)
         except UserError as error:
-            raise from_user_error(error, {"prompt": None}) from error
+            raise refused("tokens", str(error)) from error
         return JsonResponse({"prompt": text, "content": text})
 
     return router
