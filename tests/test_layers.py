@@ -87,6 +87,7 @@ ORDER = [
     "server.http",
     "server.counts",
     "server.service",
+    "server.respond",
     "server.metrics",
     "server.security",
     "server.access_log",

@@ -113,7 +113,7 @@ async def test_a_full_queue_says_when_to_come_back_and_those_before_it_are_answe
     with model_saying("Hello", max_rows=1) as llm, Held(llm) as held:
         async with served(llm, max_queue=1) as (client, service, _):
             let_in = [asyncio.create_task(ask(client, chat())) for _ in range(2)]
-            await until(lambda: service.num_active == 2)
+            await until(lambda: service.num_active == 2 and service.num_running == 1)
             refused = await ask(client, chat(stream=stream))
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1

@@ -23,8 +23,9 @@ from lampejo.server.anthropic_body import MessagesBody, PromptBody
 from lampejo.server.chat_job import chat_job
 from lampejo.server.errors import ApiError, from_user_error
 from lampejo.server.fields import read, schema_of
-from lampejo.server.http import EventStream, JsonResponse, event, unless_gone
+from lampejo.server.http import JsonResponse, event
 from lampejo.server.models_info import ModelName
+from lampejo.server.respond import respond
 from lampejo.server.service import Answers, Piece, Service
 
 
@@ -40,14 +41,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         job = chat_job(body.chat(), service.style)
         head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": name}
         writer = MessageWriter(head, body.shows_thinking)
-        if body.stream:
-            answers = await service.start(job)
-            return EventStream(writer.stream(answers), service.config.keep_alive_s)
-
-        async def work() -> dict[str, Any]:
-            return await writer.whole(await service.start(job))
-
-        return JsonResponse(await unless_gone(request, work()))
+        return await respond(request, service, job, writer, body.stream)
 
     @router.post("/v1/messages/count_tokens", tags=["anthropic"], openapi_extra=schema_of(PromptBody))
     async def count_tokens(request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
-from lampejo.server.fields import Body
+from lampejo.server.fields import Body, part_text, string
 
 NAMES = {
     "stop": "stop_sequences",
@@ -176,19 +176,7 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _text(blocks: Blocks) -> str:
-    texts = []
-    for where, block in blocks:
-        if block.get("type") != "text":
-            raise refused(where, f"{shown(block.get('type'))} cannot be read there; this model reads text alone.")
-        texts.append(_string(block, "text", where))
-    return "\n".join(texts)
-
-
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise refused(f"{where}.{name}", "it must be a string.")
-    return value
+    return "\n".join(part_text(block, where, {"text": "text"}) for where, block in blocks)
 
 
 def _of_system(blocks: Blocks) -> list[dict[str, Any]]:
@@ -206,7 +194,7 @@ def _of_user(blocks: Blocks) -> list[dict[str, Any]]:
             content = block.get("content")
             text = "" if content is None else _text(list(_blocks(content, f"{where}.content")))
             text = f"Error: {text}" if block.get("is_error") else text  # templates know no other way to say so
-            told.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": text})
+            told.append({"role": "tool", "tool_call_id": string(block, "tool_use_id", where), "content": text})
     return told
 
 
@@ -215,12 +203,12 @@ def _of_assistant(blocks: Blocks) -> list[dict[str, Any]]:
     for where, block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(_string(block, "thinking", where))
+            thoughts.append(string(block, "thinking", where))
         elif kind == "tool_use":
             if not isinstance(block.get("input"), Mapping):
                 raise refused(f"{where}.input", "it must be an object.")
-            function = {"name": _string(block, "name", where), "arguments": block["input"]}
-            calls.append({"id": _string(block, "id", where), "type": "function", "function": function})
+            function = {"name": string(block, "name", where), "arguments": block["input"]}
+            calls.append({"id": string(block, "id", where), "type": "function", "function": function})
         else:
             texts.append(_text([(where, block)]))
     told: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}

@@ -10,7 +10,10 @@ from lampejo.answer import Style
 from lampejo.errors import UserError, shown
 from lampejo.grammar import Grammar
 from lampejo.server.errors import from_user_error, refused
+from lampejo.server.fields import part_text
 from lampejo.server.service import Job
+
+_TEXTS = {"text": "text", "refusal": "refusal"}
 
 
 @dataclass(frozen=True)
@@ -87,20 +90,11 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
         del told["tool_calls"]
     if isinstance(told.get("content"), list):
         told["content"] = "\n".join(
-            _text(part, f"messages[{i}].content[{j}]") for j, part in enumerate(told["content"])
+            part_text(part, f"messages[{i}].content[{j}]", _TEXTS) for j, part in enumerate(told["content"])
         )
     if calls or told.get("reasoning_content"):
         told.setdefault("content", "")
     return told
-
-
-def _text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get({"refusal": "refusal"}.get(kind, "text")) if kind in ("text", "refusal") else None
-    if not isinstance(text, str):
-        told = shown(kind) if kind else "a part without a type"
-        raise refused(where, f"{told} cannot be read; this model reads text alone.")
-    return text
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

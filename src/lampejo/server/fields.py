@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
+from lampejo.errors import shown
 from lampejo.server.errors import BAD_REQUEST, NOT_JSON, TOO_LARGE, ApiError, refused
 
 _LONG = 200_000  # bytes; a body beyond is parsed in another thread
@@ -77,6 +78,23 @@ def _told(error: ValidationError) -> ApiError:
     name = str(path[0])
     messages = dict.fromkeys(c["msg"] for c in complaints if c["loc"][0] == path[0])
     return refused(name, "; or ".join(message[:1].lower() + message[1:] for message in messages) + ".")
+
+
+def string(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A field of an inner object that must be text; where: the object's place in the body, for the error."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise refused(f"{where}.{name}", "it must be a string.")
+    return value
+
+
+def part_text(part: Any, where: str, names: Mapping[str, str]) -> str:
+    """The text of a part of a message's content. names: in which field it stands, by the part's type."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in names:
+        told = shown(kind) if kind else "a part without a type"
+        raise refused(where, f"{told} cannot be read here; this model reads text alone.")
+    return string(part, names[kind], where)
 
 
 def schema_of(kind: type[Body]) -> dict[str, Any]:

@@ -39,11 +39,9 @@ class Metrics(Collector):
         """What vLLM has too."""
         service, counts, engine = self.service, self.service.counts, self.service.llm.engine
         stats, scheduler = engine.stats, engine.scheduler
-        num_running = len(scheduler.running)
-        num_waiting = max(0, service.num_active - num_running)
         gauges = {
-            "num_requests_running": ("Requests that have a row of the batch.", num_running),
-            "num_requests_waiting": ("Requests that were let in and have no row yet.", num_waiting),
+            "num_requests_running": ("Requests that have a row of the batch.", service.num_running),
+            "num_requests_waiting": ("Requests that were let in and have no row yet.", service.num_waiting),
             "kv_cache_usage_perc": ("Share of the pages in use, 0 to 1.", min(1.0, max(0.0, engine.pool.usage))),
         }
         counters = {

@@ -1,4 +1,4 @@
-"""What the server is: /v1/models, /health, /version; and text to ids and back."""
+"""What the server is and how it is: /v1/models, /health, /version."""
 
 import hashlib
 import json
@@ -84,7 +84,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         if service.error is not None:
             status, told = BROKEN, "failed"
         body = {"status": told, "model": names.names[0], **effective_mode(llm)}
-        body |= {"num_requests_running": service.num_active - service.num_waiting}
+        body |= {"num_requests_running": service.num_running}
         body |= {"num_requests_waiting": service.num_waiting}
         if service.error is not None:
             body["error"] = service.failure(service.error).message

@@ -20,8 +20,9 @@ from lampejo.api import Chunk
 from lampejo.server.chat_job import Chat, chat_job
 from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
-from lampejo.server.http import DONE, EventStream, JsonResponse, event, unless_gone
+from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
+from lampejo.server.respond import respond
 from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 from lampejo.server.service import Answers, Piece, Service
 from lampejo.tokenizer import Tokenizer
@@ -104,14 +105,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         job = chat_job(body.chat(), service.style)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "model": name, "system_fingerprint": system_fingerprint}
         writer = ChatWriter(service.llm.tokenizer, body, head)
-        if body.stream:
-            answers = await service.start(job)
-            return EventStream(writer.stream(answers), service.config.keep_alive_s)
-
-        async def work() -> dict[str, Any]:
-            return await writer.whole(await service.start(job))
-
-        return JsonResponse(await unless_gone(request, work()))
+        return await respond(request, service, job, writer, body.stream)
 
     return router
 

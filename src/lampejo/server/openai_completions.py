@@ -14,8 +14,9 @@ from lampejo.accept import TokenLogprobs
 from lampejo.answer import Content
 from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
-from lampejo.server.http import DONE, EventStream, JsonResponse, event, unless_gone
+from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
+from lampejo.server.respond import respond
 from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 from lampejo.server.service import Answers, Job, Piece, Service
 from lampejo.tokenizer import Tokenizer
@@ -68,14 +69,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         job = body.job()
         head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "model": name}
         writer = CompletionWriter(service.llm.tokenizer, body, {**head, "system_fingerprint": system_fingerprint})
-        if body.stream:
-            answers = await service.start(job)
-            return EventStream(writer.stream(answers), service.config.keep_alive_s)
-
-        async def work() -> dict[str, Any]:
-            return await writer.whole(await service.start(job))
-
-        return JsonResponse(await unless_gone(request, work()))
+        return await respond(request, service, job, writer, body.stream)
 
     return router
 

@@ -20,8 +20,9 @@ from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.server.chat_job import chat_job
 from lampejo.server.errors import BROKEN, ApiError
 from lampejo.server.fields import read, schema_of
-from lampejo.server.http import EventStream, JsonResponse, event, unless_gone
+from lampejo.server.http import event
 from lampejo.server.models_info import ModelName
+from lampejo.server.respond import respond
 from lampejo.server.responses_body import ResponsesBody
 from lampejo.server.service import Answers, Service
 
@@ -38,14 +39,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         job = chat_job(body.chat(), service.style)
         head = {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": name, **body.echoed()}
         writer = ResponseWriter(head, body.encrypts)
-        if body.stream:
-            answers = await service.start(job)
-            return EventStream(writer.stream(answers), service.config.keep_alive_s)
-
-        async def work() -> dict[str, Any]:
-            return await writer.whole(await service.start(job))
-
-        return JsonResponse(await unless_gone(request, work()))
+        return await respond(request, service, job, writer, body.stream)
 
     return router
 

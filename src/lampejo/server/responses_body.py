@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
+from lampejo.server.fields import part_text, string
 from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
 
 NAMES = {
@@ -14,6 +15,7 @@ NAMES = {
     "response_format": "text.format",
     "messages": "input",
 }
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ENCRYPTED = "reasoning.encrypted_content"
 
 
@@ -150,11 +152,11 @@ def _messages(instructions: str | None, items: str | Sequence[Mapping[str, Any]]
         kind = item.get("type", "message")
         if kind == "function_call_output":
             text = _text(item.get("output"), f"{where}.output")
-            told.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": text})
+            told.append({"role": "tool", "tool_call_id": string(item, "call_id", where), "content": text})
         elif kind == "function_call":
-            call = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+            call = {"name": string(item, "name", where), "arguments": string(item, "arguments", where)}
             calls = _assistants(told, "content", "reasoning_content", "tool_calls").setdefault("tool_calls", [])
-            calls.append({"id": _string(item, "call_id", where), "type": "function", "function": call})
+            calls.append({"id": string(item, "call_id", where), "type": "function", "function": call})
         elif kind == "reasoning":
             if thoughts := _thoughts(item, where):
                 told.append({"role": "assistant", "reasoning_content": thoughts})
@@ -178,26 +180,12 @@ def _assistants(told: list[dict[str, Any]], *fields: str) -> dict[str, Any]:
     return told[-1]
 
 
-def _string(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise refused(f"{where}.{name}", "it must be a string.")
-    return value
-
-
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise refused(where, "it must be text or a list of parts.")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        name = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}.get(str(kind))
-        if name is None:
-            raise refused(f"{where}[{i}]", f"{shown(kind)} cannot be read; this model reads text alone.")
-        texts.append(_string(part, name, f"{where}[{i}]"))
-    return "\n".join(texts)
+    return "\n".join(part_text(part, f"{where}[{i}]", _TEXTS) for i, part in enumerate(content))
 
 
 def _thoughts(item: Mapping[str, Any], where: str) -> str:
@@ -205,7 +193,7 @@ def _thoughts(item: Mapping[str, Any], where: str) -> str:
     if content:
         if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
             raise refused(f"{where}.content", "it must be a list of parts.")
-        return "\n".join(_string(part, "text", f"{where}.content") for part in content)
+        return "\n".join(string(part, "text", f"{where}.content") for part in content)
     if encrypted is None:
         return ""  # a summary is none of the model's own words
     try:

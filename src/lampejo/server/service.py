@@ -208,9 +208,14 @@ class Service:
         self._max_rows = llm.engine.scheduler.max_rows
 
     @property
+    def num_running(self) -> int:
+        """Requests that have a row of the batch. The engine's thread owns that list; its length alone is read."""
+        return len(self.llm.engine.scheduler.running)
+
+    @property
     def num_waiting(self) -> int:
-        """Requests that have no row yet, by count."""
-        return max(0, self.num_active - self._max_rows)
+        """Requests that were let in and have no row yet."""
+        return max(0, self.num_active - self.num_running)
 
     @property
     def error(self) -> BaseException | None:
@@ -280,8 +285,8 @@ class Service:
 
     def retry_after_s(self) -> int:
         """When a place may be free: by how long requests have taken so far, 1 to 60 seconds."""
-        whole = self.counts.whole
-        seconds = whole.sum / max(1, sum(whole.counts)) * (1 + self.num_waiting) / self._max_rows
+        whole, num_before = self.counts.whole, max(0, self.num_active - self._max_rows)
+        seconds = whole.sum / max(1, sum(whole.counts)) * (1 + num_before) / self._max_rows
         return min(max(1, math.ceil(seconds)), 60)
 
     def failure(self, error: BaseException) -> ApiError:
