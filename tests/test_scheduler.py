@@ -135,9 +135,127 @@ def test_chunks_beside_readers_are_small_and_alone_they_are_large(width):
     scheduler.add(long)
     scheduler.add(other)
     for _ in range(5):
-        assert shape(step(scheduler, width)) == [(reader.id, 1, width), (long.id, 10, 0)]
+        assert shape(step(scheduler, width)) == [(reader.id, 1, width), (long.id, 5, 0), (other.id, 5, 0)]
     scheduler.remove(reader)
-    assert shape(step(scheduler, width)) == [(long.id, 50, 0), (other.id, 14, 0)]
+    assert shape(step(scheduler, width)) == [(long.id, 59, 0), (other.id, 5, 0)]
+
+
+def steps_to_first_token(scheduler: Scheduler, request: Request) -> int:
+    num_steps = 0
+    while not request.num_output:
+        step(scheduler)
+        num_steps += 1
+        assert num_steps < 1000
+    return num_steps
+
+
+def test_a_short_prompt_beside_a_long_one_soon_has_its_first_token():
+    """Issue 5, fair scheduling. Fault: thirty tokens wait until a document of thousands has been read."""
+    scheduler = make_scheduler(num_pages=300, max_context=2000)
+    long, next_long, short = request_of(1000), request_of(1000, 1100), request_of(30, 2200)
+    scheduler.add(long)
+    step(scheduler)
+    scheduler.add(next_long)
+    scheduler.add(short)
+    plan = step(scheduler)
+    assert shape(plan) == [(long.id, 34, 0), (short.id, 30, 0)]
+    assert short.num_output == 1 and next_long in scheduler.waiting
+
+
+def test_a_long_prompt_advances_while_short_ones_keep_coming():
+    """Issue 5, fair scheduling: half of each step is the oldest's, and in its time the next one's."""
+    scheduler = make_scheduler(num_pages=300, max_context=2000)
+    longs = [request_of(1000), request_of(1000, 1100)]
+    for request in longs:
+        scheduler.add(request)
+    num_steps = num_short = 0
+    while not longs[1].num_output:
+        for _ in range(3):
+            num_short += 1
+            scheduler.add(request_of(60, 3000 + 60 * num_short))
+        plan = step(scheduler)
+        assert sum(row.num_known for row in plan) == scheduler.token_budget
+        for row in plan:
+            if row.request not in longs and row.request.num_output:
+                scheduler.remove(row.request)
+        num_steps += 1
+    assert num_steps <= 2000 / 32 + 2
+
+
+def test_two_long_prompts_do_not_hold_each_other_up():
+    """Fault: each gets half, so that the first is ready as late as the second and nobody gains."""
+    scheduler = make_scheduler(num_pages=300, max_context=2000)
+    first, second = request_of(640), request_of(640, 1000)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert steps_to_first_token(scheduler, first) == 10
+    assert steps_to_first_token(scheduler, second) <= 11
+
+
+def test_a_long_prompt_with_its_beginning_in_the_cache_counts_as_short():
+    """The next turn of an agent has thousands of tokens, nearly all of them known."""
+    scheduler = make_scheduler(num_pages=300, max_context=2000)
+    turn, long = request_of(500), request_of(300, 1000)
+    scheduler.add(turn)
+    steps_to_first_token(scheduler, turn)
+    scheduler.remove(turn)
+    scheduler.add(long)
+    step(scheduler)
+    next_turn = make_request([*turn.ids, 5, 6, 7])
+    scheduler.add(next_turn)
+    assert steps_to_first_token(scheduler, next_turn) == 1
+    assert not long.num_output
+
+
+@pytest.mark.parametrize("num_steps_between", [0, 1, 3])
+@pytest.mark.parametrize("num_slots", [0, 40])
+def test_a_common_beginning_is_computed_once_however_many_bring_it_at_once(num_slots, num_steps_between):
+    """M1, fault: agents start together with the same long system prompt, and each computes it beside the others."""
+    scheduler = make_scheduler(num_slots=num_slots)
+    requests = [make_request([*range(2, 162), *range(500 + 20 * i, 505 + 20 * i)]) for i in range(5)]
+    short = request_of(12, 900)
+    for request in requests:
+        scheduler.add(request)
+        for _ in range(num_steps_between):
+            step(scheduler)
+    scheduler.add(short)
+    if not num_steps_between:
+        plan = step(scheduler)
+        assert shape(plan) == [(requests[0].id, 52, 0), (short.id, 12, 0)], "who has nothing in common goes on"
+    while any(not request.num_output for request in [*requests, short]):
+        step(scheduler)
+    assert [request.num_cached for request in requests] == [0] + [160] * 4
+
+
+def test_nobody_takes_the_row_that_an_older_one_waits_for():
+    """Fault: short prompts overtake a long one again and again, and whenever a row is free, they are there first."""
+    scheduler = make_scheduler(num_pages=300, max_context=2000, max_rows=3)
+    reading, long = request_of(1000), request_of(1200, 1100)
+    shorts = [request_of(10, 3000 + 10 * i) for i in range(3)]
+    scheduler.add(reading)
+    step(scheduler)
+    for request in (long, *shorts):
+        scheduler.add(request)
+    for _ in range(5):
+        step(scheduler)
+    assert scheduler.running == [reading, shorts[0]]
+    steps_to_first_token(scheduler, reading)
+    step(scheduler)
+    assert scheduler.running == [reading, long, shorts[0]], "in order of arrival"
+
+
+def test_what_a_prompt_cannot_use_for_want_of_pages_others_get():
+    """Fault: chunks of half the budget as long as somebody waits in vain."""
+    scheduler = make_scheduler(num_pages=25, token_budget=64)
+    old, other, young = request_of(160), request_of(8, 300), request_of(60, 400)
+    for request in (old, other):
+        scheduler.add(request)
+    step(scheduler)
+    pages = scheduler.pool.allocate(scheduler.pool.num_free - 6)
+    scheduler.add(young)
+    assert shape(step(scheduler)) == [(old.id, 40, 0), (other.id, 1, 0)], "five pages and one"
+    assert scheduler.waiting == [young]
+    scheduler.pool.release(pages)
 
 
 def test_requests_are_admitted_in_the_order_of_their_arrival_as_rows_become_free():
@@ -475,10 +593,12 @@ def test_any_course_of_events_keeps_the_budget_the_pages_and_everyone_moving(dat
             scheduler.add(arrivals.pop())
         if not (scheduler.running or scheduler.waiting):
             continue
-        oldest = scheduler.running[0] if scheduler.running else scheduler.waiting[0]
+        oldest = min([*scheduler.running, *scheduler.waiting], key=lambda request: request.arrival)
         plan = scheduler.schedule(lambda requests: [rng.randint(0, 15) for _ in requests])
         check(scheduler, plan)
-        assert oldest in [row.request for row in plan], "the oldest always advances"
+        assert plan and (oldest in [row.request for row in plan] or oldest in scheduler.waiting), "it always advances"
+        for requests in (scheduler.running, scheduler.waiting):
+            assert requests == sorted(requests, key=lambda request: request.arrival)
         decoding = [r for r in scheduler.running if r.num_uncomputed == 1]
         assert all(r in [row.request for row in plan] for r in decoding), "a decoding row was left out"
         play(scheduler, plan, rng.randint(0, 15))

@@ -60,15 +60,20 @@ class PagePool:
 
         The last token is never covered: a step needs at least one token to compute.
         """
+        pages = self.usable(ids)
+        if self.states is not None and pages:
+            self.states.use(self._names[pages[-1]])
+        for page in pages:
+            self._refcounts[page] += 1
+            self._evictable.pop(page, None)
+        return pages
+
+    def usable(self, ids: Sequence[int]) -> list[int]:
+        """The pages that `match` would return. Takes nothing."""
         pages = self.find(ids)
         if self.states is not None:
             while pages and self.states.find(self._names[pages[-1]]) is None:
                 pages.pop()
-            if pages:
-                self.states.use(self._names[pages[-1]])
-        for page in pages:
-            self._refcounts[page] += 1
-            self._evictable.pop(page, None)
         return pages
 
     def find(self, ids: Sequence[int]) -> list[int]:

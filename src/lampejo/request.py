@@ -135,6 +135,7 @@ class Request:
     guide: Guide | None = None  # its grammar and thinking budget
 
     ids: list[int] = field(init=False)
+    arrival: int = field(default=0, init=False)  # how many came before it
     pages: list[int] = field(default_factory=list, init=False)
     state: RowState | None = field(default=None, init=False)  # while it has a row, if the target has recurrent layers
     num_computed: int = field(default=0, init=False)

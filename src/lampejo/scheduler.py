@@ -4,9 +4,10 @@ Everything that counts tokens or pages of a step is decided in ``schedule``, tog
 change it. Pure Python; the device is not known here.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from lampejo.pages import PagePool
 from lampejo.request import Request
@@ -34,11 +35,14 @@ class ScheduledRow:
         return self.num_known == self.request.num_uncomputed
 
 
+_in_order = attrgetter("arrival")
+
+
 class Scheduler:
-    """Waiting and running requests, in order of arrival and of admission. Decoding rows always go; what is left of the
-    token budget prefills, oldest first, in chunks; beside decoding rows, which wait for them, ``chunk_beside``
-    tokens at most. When pages run out, the youngest running request is preempted: it gives everything back and waits at
-    the front, and its prefix cache makes the return cheap.
+    """Waiting and running requests, each in order of arrival. Decoding rows always go; what is left of the token budget
+    prefills in chunks, half of it the oldest prompt, the rest those with least left (``_shares``); beside decoding
+    rows, which wait for them, ``chunk_beside`` tokens at most. When pages run out, the youngest running request is
+    preempted: it gives everything back and waits in its old place, and its prefix cache makes the return cheap.
     """
 
     def __init__(
@@ -50,13 +54,16 @@ class Scheduler:
         self.token_budget = token_budget
         self.max_context = max_context
         self.chunk_beside = chunk_beside
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._num_arrived = 0
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # of prompts that were looked for in the prefix cache, each once ...
         self.num_hit_tokens = 0  # ... and those found
 
     def add(self, request: Request) -> None:
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -84,28 +91,41 @@ class Scheduler:
             budget -= width
         if decoding and self.chunk_beside is not None:
             budget = min(budget, self.chunk_beside)
+        shares, num_preemptions = self._shares(prefilling, budget), self.num_preemptions
         # Pages: for the anchors, then for the chunks of prompts, whoever has to make room for them.
         known: dict[int, int] = {}
         for request in decoding:
             if request in self.running and self._reserve(request, 1):
                 known[request.id] = 1
         for request in prefilling:
-            num_known = min(request.num_uncomputed, budget)
+            num_known = shares.get(request.id, 0)
             if num_known and request in self.running and self._reserve(request, num_known):
                 known[request.id] = num_known
                 budget -= num_known
-        # Nobody is preempted for drafts, which come last, nor for a request that has no row yet.
+        # Nobody is preempted for what follows: drafts, requests that have no row yet, and what is left after them.
+        for request in self.running:
+            if drafts.get(request.id):
+                drafts[request.id] = self._reserve_more(request, 1, drafts[request.id])
+        admitted = []
+        if self.num_preemptions == num_preemptions:  # else who had to go comes first
+            for request in [request for request in self.waiting if request.id in shares]:
+                row = self._admit(request, shares[request.id])
+                if row is None:  # nor may others overtake it
+                    break
+                admitted.append(row)
+                budget -= row.num_known
+        for request in prefilling:
+            if request.id in known:
+                more = min(request.num_uncomputed - known[request.id], budget)
+                more = self._reserve_more(request, known[request.id], more)
+                known[request.id] += more
+                budget -= more
         plan = [
-            ScheduledRow(request, known[request.id], self._reserve_drafts(request, drafts.get(request.id, 0)))
+            ScheduledRow(request, known[request.id], drafts.get(request.id, 0))
             for request in self.running
             if request.id in known
         ]
-        while self.waiting and len(self.running) < self.max_rows and budget > 0:
-            row = self._admit(self.waiting[0], budget)
-            if row is None:
-                break
-            plan.append(row)
-            budget -= row.num_known
+        plan += admitted
         if self.states is not None:  # last, when every row has its slot
             plan = [self._with_saves(row) for row in plan]
         return plan
@@ -124,6 +144,52 @@ class Scheduler:
         for save in saves:
             self._keep(request, save)
         return saves
+
+    def _shares(self, prefilling: Sequence[Request], budget: int) -> dict[int, int]:
+        """How many tokens of which prompts go into this step, by request id.
+
+        Half of the budget is for the oldest prompt, so that it advances whoever else comes; the rest for those with
+        least left, so that a short prompt soon ends beside a long one, while two long ones do not hold each other up.
+        Of the waiting, as many take part as there are free rows, so that nobody takes the row that an older one waits
+        for; but not yet one whose next page another is about to compute: it will be in the prefix cache.
+        """
+        candidates = sorted([*prefilling, *self.waiting[: self.max_rows - len(self.running)]], key=_in_order)
+        starts = {request.id: request.num_computed or self._num_cached(request) for request in candidates}
+        lefts = {request.id: len(request.ids) - starts[request.id] for request in candidates}
+        takes_part = list(prefilling)
+
+        def is_held(request: Request) -> bool:
+            return request not in takes_part and any(
+                self._computes_for(other, starts[other.id], request) for other in takes_part
+            )
+
+        shares: dict[int, int] = {}
+        turns = [(request, -(-budget // 2)) for request in candidates if not is_held(request)][:1]
+        turns += [(request, budget) for request in sorted(candidates, key=lambda request: lefts[request.id])]
+        for request, most in turns:
+            num_known = min(lefts[request.id], most, budget)
+            if num_known and not is_held(request):
+                takes_part.append(request)
+                shares[request.id] = shares.get(request.id, 0) + num_known
+                lefts[request.id] -= num_known
+                budget -= num_known
+        return shares
+
+    def _num_cached(self, request: Request) -> int:
+        """Tokens that need not be computed if it starts now. Where the prompt's own log probabilities are wanted, all
+        of it has to be."""
+        return 0 if request.prompt_logprobs is not None else len(self.pool.usable(request.ids)) * self.pool.page_size
+
+    def _computes_for(self, other: Request, start: int, request: Request) -> bool:
+        """Whether the page that ``other`` computes from ``start`` on is also the next one of a waiting request."""
+        first = start // self.pool.page_size * self.pool.page_size
+        end = first + self.pool.page_size
+        return (
+            request.prompt_logprobs is None
+            and end < len(request.ids)  # the last token is never taken from the cache
+            and other.ids[first:end] == request.ids[first:end]  # tells most apart without a copy of the rest
+            and other.ids[:first] == request.ids[:first]
+        )
 
     def _most_drafts(self, request: Request) -> int:
         """Drafts that could still be committed: the step adds one token of the target's own."""
@@ -146,36 +212,34 @@ class Scheduler:
         request.pages += pages
         return True
 
-    def _reserve_drafts(self, request: Request, width: int) -> int:
-        """Pages for drafts after a decoding row's anchor. Returns the width that fits."""
-        pages = self.pool.allocate(self._pages_missing(request, 1 + width)) if width else []
-        if pages is None:
-            return len(request.pages) * self.pool.page_size - request.num_computed - 1
+    def _reserve_more(self, request: Request, num_known: int, more: int) -> int:
+        """Pages for tokens after those that have theirs, as far as there are free ones. Returns for how many."""
+        pages = self.pool.allocate(min(self._pages_missing(request, num_known + more), self.pool.num_free))
+        assert pages is not None
         request.pages += pages
-        return width
+        return min(more, len(request.pages) * self.pool.page_size - request.num_computed - num_known)
 
     def _preempt(self, request: Request) -> None:
         assert len(self.running) > 1, "one request alone always fits"
         self.running.remove(request)
         self._release(request)
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_in_order)
         self.num_preemptions += 1
 
-    def _admit(self, request: Request, budget: int) -> ScheduledRow | None:
-        """Moves the first waiting request into the batch, on top of what the prefix cache holds of it. Returns its
-        first chunk, or None if the pages do not suffice now."""
+    def _admit(self, request: Request, share: int) -> ScheduledRow | None:
+        """Moves a waiting request into the batch, on top of what the prefix cache holds of it. Returns its first chunk,
+        or None if the pages do not suffice now."""
         shared_end = len(self.pool.find(request.ids)) * self.pool.page_size if self.states else 0
-        # Where the prompt's own log probabilities are wanted, all of it has to be computed.
         cached = self.pool.match(request.ids) if request.prompt_logprobs is None else []
         num_cached = len(cached) * self.pool.page_size
-        num_known = min(len(request.ids) - num_cached, budget)
+        num_known = min(len(request.ids) - num_cached, share)
         needed = -(-(num_cached + num_known) // self.pool.page_size) - len(cached)
         pages = self.pool.allocate(needed)
         if pages is None:
             self.pool.release(cached)
             return None
-        self.waiting.popleft()
-        self.running.append(request)
+        self.waiting.remove(request)
+        insort(self.running, request, key=_in_order)
         request.pages = cached + pages
         request.num_computed = num_cached
         if request.num_cached is None:
