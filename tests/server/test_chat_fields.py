@@ -12,7 +12,7 @@ from lampejo.cache import CausalView
 from lampejo.ops import Segment
 from lampejo.speculate import NgramDrafter
 from scripted import CHAT, CONTEXT, ids_of, knowing, make_llm, random_target, scripted_llm
-from server_app import ask, chat, client_of, events, model_saying, text_of
+from server_app import ask, chat, client_of, events, model_saying, text_of, thinking_model
 from tiny import EOS, make_engine, make_target
 
 FUNCTION = {
@@ -195,6 +195,8 @@ async def test_what_known_clients_send_is_answered(name):
         ("messages", [{"role": "assistant", "tool_calls": "x"}]),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}]),
         ("messages", ["Hello"]),
+        ("messages", [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]),
+        ("messages", [{"role": "assistant", "audio": {"id": "audio_1"}}]),
         ("tools", [{"type": "web_search"}]),
         ("tools", [{"type": "function"}]),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}]),
@@ -203,6 +205,17 @@ async def test_what_known_clients_send_is_answered(name):
         ("response_format", {"type": "xml"}),
         ("response_format", {"type": "json_schema"}),
         ("reasoning_effort", "much"),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("thinking_token_budget", -2),
+        ("thinking_budget", "some"),
+        ("thinking_budget_tokens", 2**40),
+        ("thinking", {"type": "wild"}),
+        ("thinking", {"type": "enabled", "budget_tokens": "some"}),
+        ("thinking", {"type": "enabled", "keep": "all"}),
+        ("include_reasoning", False),
+        ("return_token_ids", True),
+        ("chat_template_kwargs", {"thinking_budget": 1.5}),
         ("chat_template_kwargs", ["enable_thinking"]),
         ("chat_template_kwargs", {"messages": []}),
         ("lampejo", {"drafts": "no"}),
@@ -411,6 +424,76 @@ async def test_the_last_message_can_be_continued():
             assert told["usage"]["prompt_tokens"] == len(prompt)
             response = await ask(client, body | {"add_generation_prompt": True})
             assert response.json()["error"]["param"] == "continue_final_message"
+
+
+BUDGETS: list[dict[str, Any]] = [
+    {"thinking_token_budget": 20},
+    {"thinking_budget": 20},
+    {"thinking_budget_tokens": 20},
+    {"thinking": {"type": "enabled", "budget_tokens": 20}},
+    {"chat_template_kwargs": {"thinking_budget": 20}},
+    {"thinking_budget": 20, "thinking_token_budget": 20},
+]
+
+
+@pytest.mark.parametrize("fields", [*BUDGETS, {"thinking_budget": -1}, {"thinking_token_budget": 10_000}])
+async def test_a_thinking_budget_ends_the_reasoning_by_whatever_name_it_comes(fields):
+    """P1. Fault: one of the many names is accepted and ignored."""
+    with thinking_model(f"<think>{'Hm. ' * 40}</think> Done.") as llm:
+        async with client_of(llm) as client:
+            told = (await ask(client, chat(max_tokens=400, **fields))).json()
+    num_reasoning = told["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    if fields in BUDGETS:
+        assert 20 <= num_reasoning <= 20 + len("\n</think>\n\n")
+    else:
+        assert num_reasoning == len(f"<think>{'Hm. ' * 40}</think>")
+        assert told["choices"][0]["message"]["content"] == "Done."
+
+
+async def test_two_budgets_that_differ_are_refused():
+    with thinking_model("x") as llm:
+        async with client_of(llm) as client:
+            response = await ask(client, chat(thinking_budget=20, thinking={"type": "enabled", "budget_tokens": 30}))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "thinking.budget_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, "unsaid"),
+        ({"thinking": {"type": "disabled"}}, "no"),
+        ({"thinking": {"type": "enabled"}}, "yes"),
+        ({"enable_thinking": False}, "no"),
+        ({"reasoning_effort": "none"}, "no"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "no"),
+    ],
+)
+async def test_whether_to_think_goes_to_the_template(fields, thinks):
+    """P1: by the names that clients have for it."""
+    template = "{{ messages[0].content }}{{ {true: 'yes', false: 'no'}[enable_thinking] or 'unsaid' }}{# <think> #}"
+    with thinking_model("x", template) as llm:
+        async with client_of(llm) as client:
+            told = (await ask(client, chat("", max_tokens=1, **fields))).json()
+    assert told["usage"]["prompt_tokens"] == len(thinks)
+
+
+async def test_log_probabilities_of_the_prompt_are_told_as_vllm_does():
+    """P2: those of teacher forcing, one entry per token of the rendered prompt; not in streams."""
+    with make_llm(make_engine(make_target(), max_context=CONTEXT).runner, max_context=CONTEXT) as llm:
+        prompt = llm.encode(chat()["messages"])
+        async with client_of(llm) as client:
+            told = (await ask(client, chat(prompt_logprobs=2, max_tokens=1))).json()["prompt_logprobs"]
+            refused = await ask(client, chat(prompt_logprobs=2, stream=True))
+    expected = teacher_forced(prompt)
+    assert told[0] is None and len(told) == len(prompt)
+    for i in range(1, len(prompt)):
+        own = told[i][str(prompt[i])]
+        assert math.isclose(own["logprob"], expected[i - 1, prompt[i]], abs_tol=1e-3)
+        assert own["decoded_token"] == llm.tokenizer.token_text(prompt[i]).text
+        ranked = {entry["rank"]: entry["logprob"] for entry in told[i].values() if entry["rank"]}
+        tops = expected[i - 1].topk(2).values.tolist()
+        assert ranked.keys() == {1, 2} and math.isclose(ranked[2], tops[1], abs_tol=1e-3)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
 @dataclass
-class Recorded:
-    """A body in the form that a client sends it, shortened; says: what the model answers; told: what the client reads,
-    of a call its arguments."""
+class Sent:
+    """A body in the form that a client sends it, shortened, put together from the client's sources, its documentation or
+    what it was seen to send. says: what the model answers; told: what the client reads, of a call its arguments."""
 
     path: str
     body: dict[str, Any]
@@ -57,8 +57,8 @@ class Recorded:
     told: str | None = None
 
 
-RECORDED = {
-    "Open WebUI, a chat": Recorded(
+SENT = {
+    "Open WebUI, a chat": Sent(
         CHAT,
         {
             "model": "model",
@@ -73,13 +73,13 @@ RECORDED = {
             **STREAMED,
         },
     ),
-    "Open WebUI, tools of the model itself": Recorded(
+    "Open WebUI, tools of the model itself": Sent(
         CHAT, {"model": "model", "messages": [USER], "tools": [TOOL], **STREAMED}, CALL, ARGUMENTS
     ),
-    "Open WebUI, a pipeline's user": Recorded(
+    "Open WebUI, a pipeline's user": Sent(
         CHAT, {"messages": [USER], "user": {"name": "Ana", "id": "7", "email": "a@example.org", "role": "admin"}}
     ),
-    "Roo Code": Recorded(
+    "Roo Code": Sent(
         CHAT,
         {
             "model": "model",
@@ -94,7 +94,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "Zed": Recorded(
+    "Zed": Sent(
         CHAT,
         {
             "model": "model",
@@ -112,7 +112,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "Copilot with a model of one's own": Recorded(
+    "Copilot with a model of one's own": Sent(
         CHAT,
         {
             "model": "model",
@@ -124,12 +124,12 @@ RECORDED = {
             **STREAMED,
         },
     ),
-    "Aider": Recorded(CHAT, {"model": "model", "messages": [SYSTEM, USER], "temperature": 0, "stream": True}),
-    "LibreChat": Recorded(
+    "Aider": Sent(CHAT, {"model": "model", "messages": [SYSTEM, USER], "temperature": 0, "stream": True}),
+    "LibreChat": Sent(
         CHAT,
         {"model": "model", "user": "65f0c0", "messages": [USER], "temperature": 1, "presence_penalty": 0, **STREAMED},
     ),
-    "LangChain, an agent after its call": Recorded(
+    "LangChain, an agent after its call": Sent(
         CHAT,
         {
             "model": "model",
@@ -149,7 +149,7 @@ RECORDED = {
             "tools": [TOOL],
         },
     ),
-    "LangChain, a structure by a call": Recorded(
+    "LangChain, a structure by a call": Sent(
         CHAT,
         {
             "model": "model",
@@ -162,7 +162,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "LangChain, a structure by its schema": Recorded(
+    "LangChain, a structure by its schema": Sent(
         CHAT,
         {
             "model": "model",
@@ -175,7 +175,7 @@ RECORDED = {
         },
         TITLE,
     ),
-    "AI SDK, an object": Recorded(
+    "AI SDK, an object": Sent(
         CHAT,
         {
             "model": "model",
@@ -193,10 +193,10 @@ RECORDED = {
         },
         TITLE,
     ),
-    "AI SDK, JSON without a schema": Recorded(
+    "AI SDK, JSON without a schema": Sent(
         CHAT, {"model": "model", "messages": [USER], "response_format": {"type": "json_object"}}, TITLE
     ),
-    "OpenHands through litellm": Recorded(
+    "OpenHands through litellm": Sent(
         CHAT,
         {
             "model": "model",
@@ -212,7 +212,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "Continue, after a call": Recorded(
+    "Continue, after a call": Sent(
         CHAT,
         {
             "model": "model",
@@ -232,7 +232,7 @@ RECORDED = {
             "tools": [TOOL],
         },
     ),
-    "OpenCode": Recorded(
+    "OpenCode": Sent(
         CHAT,
         {
             "model": "model",
@@ -245,7 +245,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "Continue, completing code": Recorded(
+    "Continue, completing code": Sent(
         COMPLETIONS,
         {
             "model": "model",
@@ -259,7 +259,7 @@ RECORDED = {
             "stream": True,
         },
     ),
-    "Codex": Recorded(
+    "Codex": Sent(
         RESPONSES,
         {
             "model": "model",
@@ -290,7 +290,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "AI SDK, Responses": Recorded(
+    "AI SDK, Responses": Sent(
         RESPONSES,
         {
             "model": "model",
@@ -315,7 +315,7 @@ RECORDED = {
         },
         TITLE,
     ),
-    "Claude Code": Recorded(
+    "Claude Code": Sent(
         MESSAGES,
         {
             "model": "model",
@@ -365,7 +365,7 @@ RECORDED = {
         CALL,
         ARGUMENTS,
     ),
-    "Claude Code, a title": Recorded(
+    "Claude Code, a title": Sent(
         MESSAGES,
         {
             "model": "model",
@@ -381,7 +381,7 @@ RECORDED = {
         },
         TITLE,
     ),
-    "Cline by Anthropic's API": Recorded(
+    "Cline by Anthropic's API": Sent(
         MESSAGES,
         {
             "model": "model",
@@ -395,24 +395,24 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", SENT)
 async def test_a_body_of_a_known_client_gets_a_sensible_answer(name):
     """P1: whether the client streams or not; what steers other things than the answer does no harm."""
-    recorded = RECORDED[name]
-    told = reads(recorded.told or recorded.says)
-    with thinking_model(recorded.says) as llm:
+    sent = SENT[name]
+    told = reads(sent.told or sent.says)
+    with thinking_model(sent.says) as llm:
         async with client_of(llm) as client:
             for is_streamed in (False, True):
-                body = {**recorded.body, "stream": is_streamed}
+                body = {**sent.body, "stream": is_streamed}
                 if "temperature" in body:
                     body["temperature"] = 0  # so that the answer is certain
                 if is_streamed:
-                    assert reads(streamed(recorded.path, await events(client, body, recorded.path))) == told
+                    assert reads(streamed(sent.path, await events(client, body, sent.path))) == told
                     continue
                 body.pop("stream_options", None)
-                response = await ask(client, body, recorded.path)
+                response = await ask(client, body, sent.path)
                 assert response.status_code == 200, response.text
-                assert reads(whole(recorded.path, response.json())) == told
+                assert reads(whole(sent.path, response.json())) == told
 
 
 def reads(text: str) -> Any:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lampejo.answer import style_of
 from lampejo.api import LLM
 from lampejo.cache import CausalView
 from lampejo.ops import Segment
@@ -58,6 +59,36 @@ def check_likelihoods(choice: dict, ids: list[int], expected: torch.Tensor) -> N
         assert math.isclose(max(logprobs["top_logprobs"][i].values()), expected[i - 1].max(), abs_tol=1e-3)
 
 
+async def test_log_probabilities_of_the_prompt_stand_in_each_choice():
+    """vLLM's prompt_logprobs, with and without the echo, which asks for fewer alternatives."""
+    ids = ids_of(TEXT)
+    body = {"prompt": [TEXT, TEXT], "prompt_logprobs": 3, "max_tokens": 1}
+    with tiny_llm() as llm:
+        async with client_of(llm) as client:
+            told = (await ask(client, body, PATH)).json()
+            echoed = (await ask(client, body | {"echo": True, "logprobs": 1}, PATH)).json()
+            refused = await ask(client, body | {"stream": True}, PATH)
+    expected = teacher_forced(ids)
+    for choice in (*told["choices"], *echoed["choices"]):
+        assert choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"]) == len(ids)
+        for i, entries in enumerate(choice["prompt_logprobs"][1:], start=1):
+            assert len(entries) in (3, 4)
+            assert math.isclose(entries[str(ids[i])]["logprob"], expected[i - 1, ids[i]], abs_tol=1e-3)
+    assert told["choices"][0]["logprobs"] is None
+    assert all(len(top) <= 2 for top in echoed["choices"][0]["logprobs"]["top_logprobs"][1:])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+async def test_a_thinking_budget_bounds_what_a_raw_prompt_has_begun():
+    """vLLM's name for it."""
+    with model_saying("Hm. " * 40, tokenizer=make_tokenizer("\n")) as llm:
+        llm.style = style_of("<think>")
+        async with client_of(llm) as client:
+            body = {"prompt": "assistant:<think>", "max_tokens": 60, "thinking_token_budget": 20}
+            told = (await ask(client, body, PATH)).json()
+    assert "</think>" in told["choices"][0]["text"]
+
+
 async def test_nothing_but_the_prompt_can_be_asked_for():
     """lm-eval's older way: no tokens of an answer, the prompt's likelihood alone; without echo nothing is left."""
     with tiny_llm() as llm:
@@ -107,8 +138,16 @@ async def test_text_to_ids_and_back():
             assert back["prompt"] == "Hello"
             chat = (await ask(client, {"messages": [{"role": "user", "content": "Hi"}]}, "/tokenize")).json()
             assert make_tokenizer().decode(chat["tokens"]) == "user: Hi\nassistant:".replace("\n", "")
+            named = (await ask(client, {"prompt": "Hi", "return_token_strs": True}, "/tokenize")).json()
+            assert named["token_strs"] == ["H", "i"]
+            last = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+            asked = {"messages": last, "add_generation_prompt": False, "continue_final_message": True}
+            told = (await ask(client, asked, "/tokenize")).json()
+            assert make_tokenizer().decode(told["tokens"]).endswith("Well")
             for path, body in (
                 ("/tokenize", {}),
+                ("/tokenize", {"messages": last, "add_special_tokens": True}),
+                ("/tokenize", {"prompt": "Hi", "with_pieces": True}),
                 ("/detokenize", {"tokens": [-1]}),
                 ("/detokenize", {"tokens": [10**6]}),
             ):

@@ -234,11 +234,12 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": {"verbosity": "lots"}}, "text.verbosity"),
+        ({"thinking_budget": -2}, "thinking_budget"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"truncation": "middle"}, "truncation"),
+        ({"truncation": "auto"}, "truncation"),
         ({"lampejo": {"trace": True}}, "lampejo.trace"),
         *(({name: {"some": "thing"}}, name) for name in ResponsesBody.refused),
     ],
@@ -258,12 +259,12 @@ async def test_fields_that_change_nothing_are_accepted():
     fields = {
         "store": True,
         "metadata": {"run": "1"},
-        "truncation": "auto",
+        "truncation": "disabled",
         "prompt_cache_key": "k",
         "safety_identifier": "s",
         "parallel_tool_calls": True,
         "reasoning": {"effort": "medium", "summary": "auto"},
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
         "background": False,
         "previous_response_id": None,
         "temperature": 0,
@@ -274,7 +275,7 @@ async def test_fields_that_change_nothing_are_accepted():
             response = await ask(client, body(**fields), PATH)
     told = response.json()
     assert response.status_code == 200, told
-    assert told["metadata"] == {"run": "1"} and told["truncation"] == "auto"
+    assert told["metadata"] == {"run": "1"} and told["truncation"] == "disabled"
     assert told["store"] is False and told["temperature"] == 0
 
 

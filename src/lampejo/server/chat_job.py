@@ -81,6 +81,13 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     told = {name: value for name, value in message.items() if value is not None}
     if told.get("role") == "developer":
         told["role"] = "system"
+    for name in ("function_call", "audio"):
+        if told.get(name):
+            raise refused(f"messages[{i}].{name}", "templates do not read it. Calls go into tool_calls.")
+    if "content" not in told and isinstance(told.get("refusal"), str):
+        told["content"] = told["refusal"]
+    if isinstance(told.get("reasoning"), str):  # vLLM's present name
+        told.setdefault("reasoning_content", told["reasoning"])
     calls = told.get("tool_calls")
     if calls:
         if not isinstance(calls, list):

@@ -17,13 +17,14 @@ from starlette.responses import Response
 from lampejo.accept import TokenLogprobs
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.api import Chunk
+from lampejo.errors import shown
 from lampejo.server.chat_job import Chat, chat_job
 from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
-from lampejo.server.respond import respond
-from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
+from lampejo.server.respond import prompt_logprobs, respond
+from lampejo.server.sampling_fields import OF_VLLM, SamplingBody
 from lampejo.server.service import Answers, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -39,12 +40,17 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking: dict[str, Any] | None = None  # of DeepSeek, Z.ai, Kimi and, with a budget, litellm
+    enable_thinking: bool | None = None  # of Qwen
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OTHER_FORMATS,
+        **OF_VLLM,
+        "add_special_tokens": (False,),
+        "include_reasoning": (True,),
+        "reasoning": ({},),  # OpenRouter's
         "audio": (),
         "chat_template": (),
         "modalities": (["text"],),
@@ -68,7 +74,19 @@ class ChatBody(SamplingBody):
             raise refused("top_logprobs", "it needs logprobs to be true.")
         if self.logprobs:
             params["logprobs"] = self.top_logprobs or 0
+        if self.prompt_logprobs is not None:
+            if self.stream:
+                raise refused("prompt_logprobs", "they are not told in streams.")
+            params["prompt_logprobs"] = self.prompt_logprobs
         kwargs = dict(self.chat_template_kwargs or {})
+        budget = self.budget(
+            thinking__budget_tokens=self._thinking(kwargs),
+            chat_template_kwargs__thinking_budget=kwargs.get("thinking_budget"),
+        )
+        if budget is not None:
+            names["thinking_budget"], params["thinking_budget"] = budget
+        if self.enable_thinking is not None:
+            kwargs.setdefault("enable_thinking", self.enable_thinking)
         if self.add_generation_prompt is not None:
             kwargs["add_generation_prompt"] = self.add_generation_prompt
         if self.continue_final_message:
@@ -90,6 +108,18 @@ class ChatBody(SamplingBody):
             kwargs,
             names,
         )
+
+    def _thinking(self, kwargs: dict[str, Any]) -> Any:
+        """The budget that ``thinking`` has, if any; whether there is to be reasoning goes to the template."""
+        thinking = self.thinking or {}
+        for name in thinking.keys() - {"type", "budget_tokens"}:
+            raise refused("thinking", f"it has {shown(name)}; there are type and budget_tokens.")
+        kind = thinking.get("type")
+        if kind not in (None, "enabled", "adaptive", "auto", "disabled"):
+            raise refused("thinking.type", f"it is {shown(kind)}; there are enabled, adaptive, auto and disabled.")
+        if kind is not None and kind != "auto":
+            kwargs.setdefault("enable_thinking", kind != "disabled")
+        return thinking.get("budget_tokens")
 
 
 def routes(service: Service, names: ModelName) -> APIRouter:
@@ -152,6 +182,9 @@ class ChatWriter:
             choice = {"index": index, "message": message.as_dict(), "logprobs": logprobs}
             choices.append({**choice, "finish_reason": message.finish_reason})
         told = {**self._head(answers, "chat.completion", choices), "usage": answers.usage, "metrics": answers.metrics}
+        if self.body.prompt_logprobs is not None:
+            request = answers.requests[0]
+            told["prompt_logprobs"] = prompt_logprobs(self.tokenizer, request, self.body.prompt_logprobs)
         if self.body.is_traced:
             told["lampejo"] = {"tokens": [token for m in messages for token in self.trace(m.ids, m.origins)]}
         return told

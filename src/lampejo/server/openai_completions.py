@@ -16,8 +16,8 @@ from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
-from lampejo.server.respond import respond
-from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
+from lampejo.server.respond import prompt_logprobs, respond
+from lampejo.server.sampling_fields import OF_VLLM, SamplingBody
 from lampejo.server.service import Answers, Job, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -31,7 +31,9 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OTHER_FORMATS,
+        **OF_VLLM,
+        "add_special_tokens": (True,),
+        "thinking": (),
         "response_format": ({"type": "text"},),
         "suffix": ("",),
         "best_of": (1,),
@@ -53,7 +55,14 @@ class CompletionBody(SamplingBody):
             params["logprobs"] = self.logprobs
             if self.echo:
                 params["prompt_logprobs"] = self.logprobs
-        return Job(self.prompts, params, self.answers)
+        if self.prompt_logprobs is not None:
+            if self.stream:
+                raise refused("prompt_logprobs", "they are not told in streams.")
+            params["prompt_logprobs"] = max(self.prompt_logprobs, params.get("prompt_logprobs", 0))
+        names = {}
+        if (budget := self.budget()) is not None:
+            names["thinking_budget"], params["thinking_budget"] = budget
+        return Job(self.prompts, params, self.answers, names=names)
 
 
 def routes(service: Service, names: ModelName) -> APIRouter:
@@ -121,6 +130,9 @@ class CompletionWriter:
                     whole["logprobs"][name] += values
         finally:
             answers.close()
+        if self.body.prompt_logprobs is not None:
+            for choice, request in zip(choices, answers.requests, strict=True):
+                choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, request, self.body.prompt_logprobs)
         return {**self._head(answers, choices), "usage": self._usage(answers), "metrics": answers.metrics}
 
     def _head(self, answers: Answers, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -174,7 +186,7 @@ class CompletionWriter:
             starts.append(offsets[index])
             offsets[index] += len(token)
         tops = [
-            {self._token(i): logprob for i, logprob in entry.top} | {token: entry.logprob}
+            {self._token(i): logprob for i, logprob in entry.top[: self.body.logprobs]} | {token: entry.logprob}
             for token, entry in zip(tokens, entries, strict=True)
         ]
         return {

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lampejo import request as engine
 from lampejo.server.http import EventStream, JsonResponse, unless_gone
 from lampejo.server.service import Answers, Job, Service
+from lampejo.tokenizer import Tokenizer
 
 
 class Writer(Protocol):
@@ -26,3 +28,23 @@ async def respond(request: Request, service: Service, job: Job, writer: Writer, 
         return await writer.whole(await service.start(job))
 
     return JsonResponse(await unless_gone(request, work()))
+
+
+def prompt_logprobs(tokenizer: Tokenizer, request: engine.Request, num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: for each token of the prompt its log probability and those of the ``num_top``
+    likeliest, by id; None for the first, before which nothing is. A rank beyond these is not known, and null."""
+    told: list[dict[str, Any] | None] = [None]
+    for entry in request.of_prompt:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top[:num_top], start=1)}
+        logprobs = dict(entry.top[:num_top]) | {entry.token_id: entry.logprob}
+        told.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, -9999.0),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": tokenizer.token_text(token_id).text,
+                }
+                for token_id, logprob in logprobs.items()
+            }
+        )
+    return told

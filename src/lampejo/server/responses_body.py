@@ -2,13 +2,13 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import part_text, string
-from lampejo.server.sampling_fields import OTHER_FORMATS, SamplingBody
+from lampejo.server.sampling_fields import OF_VLLM, SamplingBody
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -30,11 +30,18 @@ class ResponsesBody(SamplingBody):
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # a prompt that does not fit is an error with either
     chat_template_kwargs: dict[str, Any] | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OTHER_FORMATS,
+        **OF_VLLM,
+        "truncation": ("disabled",),
+        "prompt_logprobs": (),
+        "thinking": (),
+        "enable_thinking": (),
+        "include_reasoning": (True,),
+        "response_format": ({"type": "text"},),  # its place is text.format
+        "max_tokens": (),
+        "max_completion_tokens": (),
         "previous_response_id": (),
         "conversation": (),
         "prompt": (),
@@ -57,10 +64,14 @@ class ResponsesBody(SamplingBody):
             if self.max_output_tokens < 1:
                 raise refused("max_output_tokens", "it must be at least 1.")
             params["max_tokens"] = self.max_output_tokens
+        kwargs, names = self._template_kwargs(), dict(NAMES)
+        budget = self.budget(chat_template_kwargs__thinking_budget=kwargs.get("thinking_budget"))
+        if budget is not None:
+            names["thinking_budget"], params["thinking_budget"] = budget
         tools = [_tool(tool, i) for i, tool in enumerate(self.tools or ())]
-        choice, names = _tool_choice(self.tool_choice)
-        if names is not None:
-            tools = [tool for tool in tools if tool["function"].get("name") in tuple(names)]
+        choice, allowed = _tool_choice(self.tool_choice)
+        if allowed is not None:
+            tools = [tool for tool in tools if tool["function"].get("name") in tuple(allowed)]
         return Chat(
             _messages(self.instructions, self.input),
             params,
@@ -68,8 +79,8 @@ class ResponsesBody(SamplingBody):
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self._format(),
-            template_kwargs=self._template_kwargs(),
-            names=NAMES,
+            template_kwargs=kwargs,
+            names=names,
         )
 
     @property
@@ -78,8 +89,8 @@ class ResponsesBody(SamplingBody):
 
     def _format(self) -> Any:
         text = self.text or {}
-        if text.get("verbosity") not in (None, "medium"):
-            raise refused("text", "this server cannot set the verbosity. Leave it out.")
+        if text.get("verbosity") not in (None, "low", "medium", "high"):  # a hint, which changes nothing here
+            raise refused("text.verbosity", "it is low, medium or high.")
         return text.get("format")
 
     def _template_kwargs(self) -> dict[str, Any]:
@@ -114,7 +125,7 @@ class ResponsesBody(SamplingBody):
             "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
             "tools": [{"strict": None, "parameters": None, **tool} for tool in self.tools or ()],
-            "truncation": self.truncation or "disabled",
+            "truncation": "disabled",
         }
 
 

@@ -3,13 +3,42 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from lampejo.server.errors import refused
 from lampejo.server.fields import Body
 
 # How other servers are asked for what response_format asks for here. Ignored, they would give text of any form.
 OTHER_FORMATS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
-    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()
+    (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "structural_tag"),
+        *("json_schema", "grammar", "regex", "ebnf"),
+    ),
+    (),
 )
+# What vLLM has beyond OpenAI and this server has not.
+OF_VLLM: Mapping[str, tuple[Any, ...]] = {
+    **OTHER_FORMATS,
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "cache_salt": (),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+}
+_BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")  # vLLM's, Qwen's, llama.cpp's
 
 
 class SamplingBody(Body):
@@ -27,6 +56,10 @@ class SamplingBody(Body):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    thinking_budget_tokens: int | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     model: str | None = None
@@ -59,6 +92,17 @@ class SamplingBody(Body):
         if not self.own("drafts", True):
             params["drafts"] = False
         return params
+
+    def budget(self, **others: Any) -> tuple[str, Any] | None:
+        """By which name reasoning is bounded, and to how many tokens. others: fields that can say so too, with ``__``
+        for a dot."""
+        given = self.given(*_BUDGETS)
+        given |= {name.replace("__", "."): value for name, value in others.items() if value is not None}
+        for name, value in given.items():
+            first = next(iter(given))
+            if value != given[first]:
+                raise refused(name, f"it is another number than {first}. Leave one of them out.")
+        return next((pair for pair in given.items() if pair[1] != -1), None)  # -1: without bound
 
     @property
     def answers(self) -> int:

@@ -1,6 +1,7 @@
 """/tokenize and /detokenize: text to ids and back, as vLLM and llama-server have them."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
@@ -26,7 +27,21 @@ class TokenizeBody(Body):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
-    add_special_tokens: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # vLLM's name
+    add_special: bool | None = None  # llama-server's
+    return_token_strs: bool | None = None
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "mm_processor_kwargs": ({},),
+        "parse_special": (True,),
+        "with_pieces": (False,),
+    }
+
+    @property
+    def adds_special(self) -> bool | None:
+        return self.add_special if self.add_special_tokens is None else self.add_special_tokens
 
 
 class DetokenizeBody(Body):
@@ -42,8 +57,12 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         if body.messages is None:
             text = body.prompt if body.prompt is not None else body.content
             assert text is not None
-            return llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens) if text else []
+            return llm.tokenizer.encode(text, add_special_tokens=body.adds_special is not False) if text else []
+        if body.adds_special:
+            raise refused("add_special_tokens", "a chat has those that its template writes.")
         kwargs = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+        if body.continue_final_message:
+            kwargs["continue_final_message"] = True
         job = chat_job(Chat(body.messages, tools=body.tools or (), template_kwargs=kwargs), service.style)
         return llm.encode(job.prompts[0], **job.params["chat_template_kwargs"])
 
@@ -58,7 +77,10 @@ def routes(service: Service, names: ModelName) -> APIRouter:
             ids = await run_in_threadpool(encode, body)
         except UserError as error:
             raise from_user_error(error) from error
-        return JsonResponse({"count": len(ids), "max_model_len": llm.max_context, "tokens": ids})
+        told: dict[str, Any] = {"count": len(ids), "max_model_len": llm.max_context, "tokens": ids}
+        if body.return_token_strs:
+            told["token_strs"] = [llm.tokenizer.token_text(token_id).text for token_id in ids]
+        return JsonResponse(told)
 
     @router.post("/detokenize", tags=["server"], openapi_extra=schema_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
