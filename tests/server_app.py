@@ -2,15 +2,19 @@
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
+import uvicorn
 
 from lampejo.answer import style_of
 from lampejo.api import LLM
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
+from lampejo.server.service import Service
 from lampejo.speculate import Drafter
 from scripted import CHAT, EOS, Target, ids_of, knowing, make_tokenizer, scripted_llm
 
@@ -52,6 +56,21 @@ async def client_of(llm: LLM, **config: Any) -> AsyncIterator[httpx.AsyncClient]
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         yield client
+
+
+@contextlib.contextmanager
+def listening(llm: LLM) -> Iterator[tuple[int, Service]]:
+    """A server in a thread of this process."""
+    app = make_app(llm, ServerConfig())
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()[1], app.state.service
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:

@@ -6,51 +6,26 @@ to what comes after; that the reasoning may come and has to end is a part of wha
 """
 
 import json
-import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from lampejo.answer import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Start, Style
 from lampejo.errors import UserError, shown
+from lampejo.grammar_costs import LIMITS, REMEDY, TOO_COSTLY, check_cost, with_large_stack
 from lampejo.guide import Guide, Vocabulary
 from lampejo.sampling import check_number
 from lampejo.tokenizer import Tokenizer
 
 MAX_CHARS = 200_000  # of a grammar; llguidance compiles recursively, and what is longer could outgrow the stack
 MAX_COMPILED = 32  # grammars that are kept, the latest used; each knows the lexer states that it has met
-_STACK = 512 << 20  # bytes, of address space alone until they are used
 # Between the tokens of JSON. Bounded, because small models are fond of going on with white space.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
-# Of one compilation and of one mask, in llguidance's units. A mask has to come within a fraction of a second, because
-# all rows wait for it; an ordinary schema needs far less.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=50_000,
-    step_max_items=5_000,
-    max_items_in_row=1_000,
-    max_grammar_size=50_000,
-    max_lexer_states=50_000,
-    verbose_errors=False,
-)
-# What llguidance does in time that its limits do not bound: states for each remainder of a division (zeros at the end
-# are for free), a comparison of each two patterns of names, and of each property with all others.
-MAX_MULTIPLE = 10_000
-MAX_PATTERN_PAIRS = 10_000
-MAX_PROPERTIES = 2_000
-MAX_OPTIONAL = 240  # properties of one object: any of them may be the next, at four items of a row each
-_TOO_COSTLY = re.compile(
-    "fuel|limit|max is|too (big|large|many|complex)", re.IGNORECASE
-)  # what llguidance says of its limits
-_REMEDY = "Simplify it: fewer alternatives, shorter repetitions, smaller bounds."
-_STACK_LOCK = threading.Lock()  # the size is that of all threads that are started meanwhile
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -293,9 +268,8 @@ class Grammars:
 
     def _matcher(self, grammar: Grammar, start: Start) -> LLMatcher:
         if len(grammar.body) > MAX_CHARS:
-            raise UserError(
-                f"{grammar.about} is a grammar of {len(grammar.body)} characters; {MAX_CHARS} are supported.", _REMEDY
-            )
+            message = f"{grammar.about} is a grammar of {len(grammar.body)} characters; {MAX_CHARS} are supported."
+            raise UserError(message, REMEDY, field=grammar.about)
         if start != "closed":
             self._matcher(grammar, "closed")  # what is wrong with it shows there
         try:
@@ -311,14 +285,18 @@ class Grammars:
         # All answers by a grammar share what its lexer has met; one that another answer has filled up is made anew.
         if found is not None and self._complaint(found) is None:
             return found
-        _check_costs(grammar)
+        try:
+            for part in _parts(json.loads(grammar.body)):
+                check_cost(part, grammar.about)
+        except RecursionError:
+            raise _too_deep(grammar) from None
         indexed = self._indexed
-        matcher = _with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=_LIMITS))
+        matcher = with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=LIMITS))
         if matcher.is_error():
             raise _not_enforced(grammar, _in_a_line(matcher.get_error()))
         for _ in range(2):  # a lexer that the first mask has filled up fails at the second
             if (complaint := self._complaint(matcher)) is not None:
-                if not _TOO_COSTLY.search(complaint):
+                if not TOO_COSTLY.search(complaint):
                     complaint = "nothing that this model can write matches it."
                 raise _not_enforced(grammar, complaint)
         with self._lock:
@@ -400,94 +378,14 @@ def _parts(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [choice, {"name": "one", **one}, {"name": "other", **other}]
 
 
-def _check_costs(grammar: Grammar) -> None:
-    """``UserError`` for schemas on which llguidance would spend seconds."""
-    for part in _parts(json.loads(grammar.body)):
-        try:
-            schemas = [part["json_schema"]] if "json_schema" in part else list(_schemas_in(part["lark_grammar"]))
-        except RecursionError:
-            raise _too_deep(grammar) from None
-        for schema in schemas:
-            _check_cost(schema, grammar.about)
-
-
-def _schemas_in(rules: str) -> Iterator[Any]:
-    """Of a grammar in Lark: whatever could be an object of JSON after ``%json``."""
-    if "%json" not in rules:
-        return
-    decoder = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 30 else float(digits))
-    start = rules.find("{")
-    while start >= 0:
-        try:
-            schema, end = decoder.raw_decode(rules, start)
-            yield schema
-        except ValueError:
-            end = start + 1
-        start = rules.find("{", end)
-
-
-def _check_cost(schema: Any, about: str) -> None:
-    multiple, num_patterns, num_properties = Fraction(1), 0, 0
-    left = [schema]
-    while left:
-        value = left.pop()
-        if isinstance(value, list):
-            left += value
-        if not isinstance(value, Mapping):
-            continue
-        left += value.values()
-        step = value.get("multipleOf")
-        if isinstance(step, int | float) and 0 < step < math.inf:
-            step = Fraction(str(step))
-            multiple = Fraction(
-                math.lcm(multiple.numerator, step.numerator), math.gcd(multiple.denominator, step.denominator)
-            )
-            if int(str(multiple.numerator).rstrip("0")) > MAX_MULTIPLE:
-                raise UserError(
-                    f"{about} has multipleOf {value['multipleOf']}: only multiples (of all such steps together) up to"
-                    f" {MAX_MULTIPLE:,}, without the zeros at the end, can be enforced.",
-                    "Choose a rounder number, or leave it out.",
-                )
-        patterns, properties = value.get("patternProperties"), value.get("properties")
-        num_patterns += len(patterns) if isinstance(patterns, Mapping) else 0
-        if isinstance(properties, Mapping):
-            num_properties += len(properties)
-            required = value.get("required")
-            num_optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-            if num_optional > MAX_OPTIONAL:
-                raise UserError(
-                    f"{about} has an object of {num_optional} optional properties; {MAX_OPTIONAL} can be enforced.",
-                    "Make more of them required, or put some into an object of their own.",
-                )
-    if num_patterns * (num_patterns + num_properties) > MAX_PATTERN_PAIRS:
-        raise UserError(f"{about} has {num_patterns} patternProperties, which are too many to be enforced.", _REMEDY)
-    if num_properties > MAX_PROPERTIES:
-        raise UserError(
-            f"{about} has {num_properties} properties in one schema; {MAX_PROPERTIES} can be enforced.", _REMEDY
-        )
-
-
 def _too_deep(grammar: Grammar) -> UserError:
     return _not_enforced(grammar, "it is nested too deeply.")
 
 
 def _not_enforced(grammar: Grammar, complaint: str) -> UserError:
     """complaint: llguidance's or ours."""
-    remedy = _REMEDY if _TOO_COSTLY.search(complaint) else ""
-    return UserError(f"{grammar.about} cannot be enforced: {complaint.rstrip('.')}.", remedy)
-
-
-def _with_large_stack(work: Callable[[], _Result]) -> _Result:
-    results: list[_Result] = []
-    thread = threading.Thread(target=lambda: results.append(work()), name="lampejo-grammar")
-    with _STACK_LOCK:
-        before = threading.stack_size(_STACK)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return results[0]
+    remedy = REMEDY if TOO_COSTLY.search(complaint) else ""
+    return UserError(f"{grammar.about} cannot be enforced: {complaint.rstrip('.')}.", remedy, field=grammar.about)
 
 
 def _in_a_line(text: str) -> str:

@@ -1,6 +1,5 @@
 """``lampejo serve`` as a process: its start, its end by signals, its exit codes; connections that break."""
 
-import contextlib
 import http.client
 import json
 import os
@@ -10,23 +9,17 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from makefiles import write_target
 
 from lampejo import cli_serve
-from lampejo.api import LLM
 from lampejo.cli import USER_MISTAKE, main
-from lampejo.server.app import make_app
-from lampejo.server.config import ServerConfig
-from lampejo.server.service import Service
 from scripted import ids_of, knowing
-from server_app import chat, model_saying
+from server_app import chat, listening, model_saying
 
 PATIENCE = 60
 STORY = "A flash of light, then another, and so on until the morning came. "
@@ -194,21 +187,6 @@ def test_a_drafter_that_cannot_be_loaded_stops_the_start_unless_plain_is_allowed
     assert "warning: no DFlash drafter: " in error and "drafts by ngram" in error
     missing = ["serve", str(tmp_path), "--port", "0", "--allow-plain"]
     assert main(missing) == USER_MISTAKE, "it was not the drafter that could not be loaded"
-
-
-@contextlib.contextmanager
-def listening(llm: LLM) -> Iterator[tuple[int, Service]]:
-    """A server in a thread of this process."""
-    app = make_app(llm, ServerConfig())
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield listener.getsockname()[1], app.state.service
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 def test_a_hundred_connections_that_break_leave_nothing_behind():

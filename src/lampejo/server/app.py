@@ -23,6 +23,7 @@ from lampejo.server.access_log import CLIENT_GONE, AccessLog
 from lampejo.server.config import ServerConfig
 from lampejo.server.errors import BROKEN, ApiError
 from lampejo.server.http import JsonResponse
+from lampejo.server.linger import Linger
 from lampejo.server.service import Service
 
 LOG = logging.getLogger("lampejo.server")
@@ -47,6 +48,7 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(Exception, _our_mistake)
     security.protect(app, config)
     app.add_middleware(AccessLog, counts=service.counts)
+    app.add_middleware(Linger)
     return app
 
 
