@@ -26,7 +26,7 @@ from lampejo.scores import Scores
 from lampejo.speculate import NGRAM_MAX_WIDTH, NgramDrafter, Speculator
 from lampejo.text import TextStream
 from lampejo.tokenizer import Tokenizer
-from lampejo.width import WidthController
+from lampejo.width import RowOffer, WidthController
 
 NUM_PROMPT = 1000
 SMALL, REAL = 512, 49152
@@ -64,8 +64,8 @@ class PerfectDrafter:
     def __init__(self, period: int) -> None:
         self.period = period
 
-    def available(self, request):
-        return NGRAM_MAX_WIDTH
+    def offer(self, request):
+        return RowOffer(request.id, self.name, NGRAM_MAX_WIDTH)
 
     def draft(self, requests, widths):
         ends = [len(request.ids) for request in requests]
@@ -105,7 +105,7 @@ def measure(vocab_size, num_rows, sampling, width, drafter_names, tokenizer, num
     config = EngineConfig(width=width, max_rows=num_rows, token_budget=2048).resolve(8192)
     config = EngineConfig(**{**vars(config), "num_pages": num_rows * 260})
     runner = InstantRunner(vocab_size, period)
-    drafters = {"ngram": NgramDrafter(5), "dflash": PerfectDrafter(period)}
+    drafters = {"ngram": NgramDrafter(), "dflash": PerfectDrafter(period)}
     speculator = Speculator([drafters[name] for name in drafter_names], WidthController(NGRAM_MAX_WIDTH, width))
     engine = Engine(runner, speculator, config, [0])
     for n in range(num_rows):

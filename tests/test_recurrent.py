@@ -216,7 +216,7 @@ def scripted_hybrid(drafter: ScriptedDrafter, **config: Any) -> tuple[Engine, Sc
     num_slots = resolved.max_rows + resolved.num_snapshots
     runner = ScriptedHybridRunner(random_target(), resolved.num_pages, resolved.page_size, num_slots)
     controller = WidthController(NGRAM_MAX_WIDTH)
-    controller.widths = lambda offers: [drafter.max_width] * len(offers)  # type: ignore[method-assign]
+    controller.widths = lambda rows: [(o[0], o[0].available) if o else (None, 0) for o in rows]  # type: ignore[method-assign]
     engine: Any = Engine(runner, Speculator([drafter], controller), resolved, (EOS,))  # type: ignore[arg-type]
     return engine, runner
 

@@ -136,8 +136,8 @@ def test_logits_and_taps_equal_those_of_transformers_on_the_real_model(llm: LLM,
 
 def only(drafter: Drafter, wanted: Request) -> Drafter:
     """The drafter, but for one request alone."""
-    available = drafter.available
-    drafter.available = lambda request: available(request) if request is wanted else 0  # type: ignore[method-assign]
+    offer = drafter.offer
+    drafter.offer = lambda request: offer(request) if request is wanted else None  # type: ignore[method-assign]
     return drafter
 
 

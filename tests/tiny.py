@@ -21,7 +21,7 @@ from lampejo.request import Request, StopParams
 from lampejo.runner import Runner
 from lampejo.sampling import SamplingParams
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, Speculator
-from lampejo.width import WidthController
+from lampejo.width import RowOffer, WidthController
 
 TINY = ModelConfig(
     architecture="llama",
@@ -151,8 +151,8 @@ class ScriptedDrafter:
         self.script = script
         self.max_width = max_width
 
-    def available(self, request: Request) -> int:
-        return self.max_width
+    def offer(self, request: Request) -> RowOffer | None:
+        return RowOffer(request.id, self.name, self.max_width) if self.max_width else None
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         return [self.script(request, width)[:width] for request, width in zip(requests, widths, strict=True)]

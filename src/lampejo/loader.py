@@ -31,8 +31,6 @@ from lampejo.weights.checkpoint import Checkpoint, check_tensors, open_checkpoin
 from lampejo.weights.describe import kv_bytes_per_token, skipped_parts, state_bytes
 from lampejo.width import WidthController
 
-# A match this long is trusted in "auto", where a better drafter stands ready; alone, the n-gram drafter tries earlier.
-TRUSTED_MATCH, SHORTEST_MATCH = 5, 2
 MOST_THREADS = 4096  # OpenMP ends the process when it is asked for a billion
 STEP_SHARE = 0.1  # of a GPU's memory, for what a step computes
 IN_FP32 = (".A_log", ".dt_bias")  # few numbers, from which decays come that are multiplied token after token
@@ -368,7 +366,7 @@ def _check_width(width: int | None, drafter: str, dflash: DrafterConfig | None) 
 def _speculator(drafter: str, runner: Runner, config: EngineConfig) -> Speculator:
     drafters: list[Drafter] = []
     if drafter in ("auto", "ngram"):
-        drafters.append(NgramDrafter(TRUSTED_MATCH if runner.drafter else SHORTEST_MATCH))
+        drafters.append(NgramDrafter())
     if runner.drafter:
         drafters.append(DFlashDrafter(runner))
     most = max([NGRAM_MAX_WIDTH, *([runner.drafter.config.max_drafts] if runner.drafter else [])])

@@ -16,9 +16,10 @@ from lampejo.ngram import NgramIndex
 from lampejo.request import Request
 from lampejo.runner import Runner
 from lampejo.scheduler import ScheduledRow
-from lampejo.width import RowOffer, RowResult, WidthController
+from lampejo.width import LAST_SLOT, RowOffer, RowResult, WidthController
 
 NGRAM_MAX_WIDTH = 15
+SHORTEST_MATCH = 2  # tokens; of drafts that continue a match of one, the first is right one time in five
 
 
 class Drafter(Protocol):
@@ -26,8 +27,8 @@ class Drafter(Protocol):
 
     name: str
 
-    def available(self, request: Request) -> int:
-        """Most drafts it can offer after this anchor; 0 if none worth verifying."""
+    def offer(self, request: Request) -> RowOffer | None:
+        """What it can do after this anchor; None if it has nothing to draft."""
         ...
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
@@ -44,22 +45,22 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Continues the longest suffix of the text so far that occurred before, if it has ``min_match`` tokens or more."""
+    """Continues the longest suffix of the text so far that occurred before, if it has ``min_match`` tokens or more.
+
+    The longer the match, the likelier the drafts: each token more counts like one accepted already.
+    """
 
     name = "ngram"
 
-    def __init__(self, min_match: int) -> None:
+    def __init__(self, min_match: int = SHORTEST_MATCH) -> None:
         self.min_match = min_match
         self._indices: dict[int, NgramIndex] = {}
 
-    def available(self, request: Request) -> int:
+    def offer(self, request: Request) -> RowOffer | None:
         index = self._indices.setdefault(request.id, NgramIndex())
-        num_new = len(request.ids) - len(index)
-        # Where nothing matches, a long match is seldom near: looking at a few tokens at once costs half as much.
-        if len(index) and index.match_len < self.min_match and num_new <= (self.min_match - 1) // 2:
-            return 0
         index.extend(request.ids[len(index) :])
-        return NGRAM_MAX_WIDTH if index.match_len >= self.min_match else 0
+        start = min(index.match_len - self.min_match, LAST_SLOT)
+        return RowOffer(request.id, self.name, NGRAM_MAX_WIDTH, start) if start >= 0 else None
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         return [self._indices[request.id].propose(width) for request, width in zip(requests, widths, strict=True)]
@@ -95,8 +96,8 @@ class DFlashDrafter:
         self.max_width = runner.drafter.config.max_drafts
         self._pending: dict[int, _Pending] = {}  # by request id
 
-    def available(self, request: Request) -> int:
-        return self.max_width
+    def offer(self, request: Request) -> RowOffer | None:
+        return RowOffer(request.id, self.name, self.max_width)
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         self._enter(requests)
@@ -140,7 +141,7 @@ class DFlashDrafter:
 
 
 class Speculator:
-    """Asks the drafters in order of preference; the first that has something to offer drafts for the row.
+    """Collects what the drafters offer for each row, and asks those that the controller chooses.
 
     With a fixed width of 0 nobody drafts, so no drafter is kept at work either: it costs what plain decoding costs.
     """
@@ -148,7 +149,7 @@ class Speculator:
     def __init__(self, drafters: Sequence[Drafter], controller: WidthController) -> None:
         self.drafters = [] if controller.fixed == 0 else list(drafters)
         self.controller = controller
-        self._chosen: dict[int, Drafter] = {}  # by request id: who drafts for it in this step
+        self._chosen: dict[int, RowOffer] = {}  # by request id: what was taken for it in this step
         self._num_proposed: dict[int, int] = {}  # by request id, in this step, refused by its guide or not
         self._draft_seconds: dict[str, float] = {}
 
@@ -156,24 +157,20 @@ class Speculator:
         """How many drafts each decoding row should get in the coming step."""
         if not self.drafters:
             return [0] * len(requests)
-        offers = []
-        for request in requests:
-            offer = RowOffer(request.id, None, 0)
-            self._chosen.pop(request.id, None)
-            for drafter in self.drafters if request.drafts else ():
-                if num_available := drafter.available(request):
-                    self._chosen[request.id] = drafter
-                    offer = RowOffer(request.id, drafter.name, num_available)
-                    break
-            offers.append(offer)
-        return self.controller.widths(offers)
+        offers = [
+            [offer for drafter in self.drafters if (offer := drafter.offer(request))] if request.drafts else []
+            for request in requests
+        ]
+        chosen = self.controller.widths(offers)
+        self._chosen = {request.id: offer for request, (offer, _) in zip(requests, chosen, strict=True) if offer}
+        return [width for _, width in chosen]
 
     def draft(self, plan: Sequence[ScheduledRow]) -> list[list[int]]:
         """Drafts for each row of the plan, ragged, maybe none; cut before what the request's guide refuses."""
         drafts: list[list[int]] = [[] for _ in plan]
         self._draft_seconds, self._num_proposed = {}, {}
         for drafter in self.drafters:
-            mine = [i for i, row in enumerate(plan) if row.width and self._chosen[row.request.id] is drafter]
+            mine = [i for i, row in enumerate(plan) if row.width and self.drafter_of(row.request) == drafter.name]
             if not mine:
                 continue
             started = time.perf_counter()
@@ -187,8 +184,8 @@ class Speculator:
 
     def drafter_of(self, request: Request) -> str:
         """Name of the drafter that drafted for the request in this step."""
-        drafter = self._chosen.get(request.id)
-        return drafter.name if drafter else "none"
+        offer = self._chosen.get(request.id)
+        return offer.kind if offer else "none"
 
     def observe(
         self,
@@ -207,7 +204,7 @@ class Speculator:
         num_decoding = len(batch.rows) + sum(map(len, batch.drafts))
         if len(verdicts) == len(batch.rows) and len(batch.ids) == num_decoding:
             results = [
-                RowResult(row.request.id, self.drafter_of(row.request), num_proposed, verdict.num_accepted)
+                RowResult(self._chosen[row.request.id], num_proposed, verdict.num_accepted)
                 for row, verdict in zip(batch.rows, verdicts, strict=True)
                 if (num_proposed := self._num_proposed.get(row.request.id))
             ]

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, combinations
 
 Kind = str  # a drafter's name
 
+LAST_SLOT = 15
 OPTIMISM = 0.7  # least acceptance rate of a slot that nobody has tried
 MARGIN = 1.03  # drafting must be this much faster than plain
 FIRST_PAUSE, LAST_PAUSE = 8, 256  # steps that a row is parked: doubled by each failed probe
@@ -26,6 +27,9 @@ class Survival:
 
     Per slot it keeps a moving average of "accepted, given that all slots before were". A slot not seen yet has the
     rate of ``prior``; without one that of the last slot seen, but at least `OPTIMISM`.
+
+    A draft may start at a later slot than the first: one that continues a match of ten tokens is as good as what is
+    left of one that began with a match of two and had eight accepted. Slots from `LAST_SLOT` on are one.
     """
 
     def __init__(self, prior: "Survival | None" = None, min_weight: float = 0.1) -> None:
@@ -35,25 +39,28 @@ class Survival:
         self._num_seen: list[int] = []
 
     def rate(self, slot: int) -> float:
+        slot = min(slot, LAST_SLOT)
         if slot < len(self._rates):
             return self._rates[slot]
         return self._prior.rate(slot) if self._prior else max([OPTIMISM, *self._rates[-1:]])
 
-    def curve(self, num_slots: int) -> list[float]:
-        """The chance that slot k and all before it are accepted, for k = 0 .. num_slots - 1; never rising."""
-        return list(accumulate((self.rate(slot) for slot in range(num_slots)), operator.mul))
+    def curve(self, num_slots: int, start: int = 0) -> list[float]:
+        """The chance that slots start to start + k are all accepted, for k = 0 .. num_slots - 1; never rising."""
+        return list(accumulate((self.rate(start + k) for k in range(num_slots)), operator.mul))
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, start: int = 0) -> None:
         """Learn from a verified draft: of its slots, those accepted and the first one rejected say something."""
-        for slot in range(min(num_accepted + 1, num_drafted)):
-            if slot == len(self._rates):
-                self._rates.append(self.rate(slot))
+        for k in range(min(num_accepted + 1, num_drafted)):
+            slot = min(start + k, LAST_SLOT)
+            while slot >= len(self._rates):
+                self._rates.append(self.rate(len(self._rates)))
                 self._num_seen.append(0)
             weight = max(self._min_weight, 1 / (3 + self._num_seen[slot]))
-            self._rates[slot] += weight * (float(slot < num_accepted) - self._rates[slot])
+            self._rates[slot] += weight * (float(k < num_accepted) - self._rates[slot])
             self._num_seen[slot] += 1
-        for slot in range(max(1, num_drafted), len(self._rates)):  # not tried: comes to look like the slot before it,
-            self._rates[slot] += 0.01 * max(0.0, self._rates[slot - 1] - self._rates[slot])  # until it is tried again
+        # Those not tried come to look like the slot before them, until they are tried again.
+        for slot in range(max(1, start + num_drafted), len(self._rates)):
+            self._rates[slot] += 0.01 * max(0.0, self._rates[slot - 1] - self._rates[slot])
 
     def age(self) -> None:
         """After a pause the text may be another: the next observations weigh as much as first ones."""
@@ -137,113 +144,130 @@ class CostModel:
 
 @dataclass(frozen=True)
 class RowOffer:
-    """What a drafter could do for a row in this step."""
+    """What a drafter could do for a row in this step. ``start``: the slot of the kind's survival that the first draft
+    counts as."""
 
     request_id: Hashable
-    kind: Kind | None
-    available: int  # most drafts possible
+    kind: Kind
+    available: int  # most drafts possible, at least 1
+    start: int = 0
 
 
 @dataclass(frozen=True)
 class RowResult:
     """What became of a row's draft."""
 
-    request_id: Hashable
-    kind: Kind | None
+    offer: RowOffer
     num_drafted: int
     num_accepted: int
 
 
 @dataclass
 class _Track:
-    """What is known of one request and drafter kind."""
+    """Whether one request drafts from one kind and start, or has given it up for a while."""
 
-    survival: Survival
     next_pause: int  # steps
     parked_until: int = 0  # step number
     num_probes: int = 0  # to be made after the pause
 
 
 class WidthController:
-    """Chooses the widths of each decode step; ``fixed`` is the user's width, always used (0 is plain)."""
+    """Chooses who drafts in each decode step, and how much; ``fixed`` is the user's width, always used (0 is plain)."""
 
     def __init__(self, max_width: int, fixed: int | None = None) -> None:
         self.max_width = max_width
         self.fixed = fixed
         self.costs = CostModel()
         self._shared: dict[Kind, Survival] = {}  # over all requests: what a new request starts from,
-        self._pauses: dict[Kind, int] = {}  # and how long it pauses first if that does not pay
-        self._tracks: dict[Hashable, dict[Kind, _Track]] = {}
+        self._pauses: dict[tuple[Kind, int], int] = {}  # and how long it pauses first if that does not pay
+        self._survivals: dict[Hashable, dict[Kind, Survival]] = {}
+        self._tracks: dict[Hashable, dict[tuple[Kind, int], _Track]] = {}
         self._step = 0
         self._num_drafting = 0  # steps with drafts since the last plain one
         self._recheck = FIRST_RECHECK
 
-    def widths(self, rows: Sequence[RowOffer]) -> list[int]:
-        """The width of each row, at most what it has available; the drafter is to deliver exactly this many."""
+    def widths(self, rows: Sequence[Sequence[RowOffer]]) -> list[tuple[RowOffer | None, int]]:
+        """Of each row's offers the one to take, and how many drafts of it, at most what it has available: exactly this
+        many are to be delivered. (None, 0) where nothing is to be drafted."""
         if self.fixed is not None:
-            return [min(self.fixed, row.available) if row.kind else 0 for row in rows]
+            picked = [self._pick(offers) for offers in rows]
+            return [(offer, min(self.fixed, offer.available)) if offer else (None, 0) for offer in picked]
         self._step += 1
-        widths = self._choose(rows)
-        self._num_drafting = self._num_drafting + 1 if any(widths) else 0
-        return widths
+        chosen = self._choose(rows)
+        self._num_drafting = self._num_drafting + 1 if any(width for _, width in chosen) else 0
+        return [(offer, width) if width else (None, 0) for offer, width in chosen]
 
     def observe_step(
         self, num_tokens: int, verify_seconds: float, draft_seconds: Mapping[Kind, float], results: Sequence[RowResult]
     ) -> None:
-        """Learn from a finished step without prompt tokens: what it cost and what became of each row's draft (rows
-        without one may be left out)."""
+        """Learn from a finished step without prompt tokens: what it cost, and what became of the drafts of rows that
+        had any."""
         if not results and self._step % PLAIN_SAMPLE and self.costs.is_settled(num_tokens):
             return
         self.costs.observe(num_tokens, verify_seconds)
         for kind, seconds in draft_seconds.items():
-            self.costs.observe_draft(kind, sum(r.kind == kind and r.num_drafted > 0 for r in results), seconds)
+            self.costs.observe_draft(kind, sum(result.offer.kind == kind for result in results), seconds)
         for result in results:
-            if result.kind and result.num_drafted:
-                self._prior(result.kind).observe(result.num_drafted, result.num_accepted)
-                if track := self._tracks.get(result.request_id, {}).get(result.kind):
-                    track.survival.observe(result.num_drafted, result.num_accepted)
+            offer = result.offer
+            for survival in (self._prior(offer.kind), self._survival(offer)):
+                survival.observe(result.num_drafted, result.num_accepted, offer.start)
 
     def forget(self, request_id: Hashable) -> None:
         """A request has ended."""
         self._tracks.pop(request_id, None)
+        self._survivals.pop(request_id, None)
 
-    def _choose(self, rows: Sequence[RowOffer]) -> list[int]:
+    def _choose(self, rows: Sequence[Sequence[RowOffer]]) -> list[tuple[RowOffer | None, int]]:
         num_rows = len(rows)
-        curves = [self._curve(row) for row in rows]
-        self._probe_one_at_a_time(rows, curves)
+        picked = [self._pick(offers) for offers in rows]
+        self._probe_one_at_a_time(picked)
+        curves = [self._curve(offer) for offer in picked]
         num_slots = sum(map(len, curves))
+        widths = [0] * num_rows
         if not num_slots or not self.costs.is_measured(num_rows // 2, num_rows):
-            return [0] * num_rows
-        if self._num_drafting >= self._recheck:
+            pass
+        elif self._num_drafting >= self._recheck:
             self._recheck = min(2 * self._recheck, LAST_RECHECK)
-            return [0] * num_rows
-        if num_new := self._unexplored(num_rows, num_slots):
-            return count_per_row(ranked(curves)[:num_new], num_rows)
-        best, gain = best_widths(curves, [row.kind for row in rows], self.costs)
-        is_worth_it = gain >= MARGIN
-        offered = zip(rows, curves, best, strict=True)
-        return [self._judge(row, width, is_worth_it) if curve else 0 for row, curve, width in offered]
+        elif num_new := self._unexplored(num_rows, num_slots):
+            widths = count_per_row(ranked(curves)[:num_new], num_rows)
+        else:
+            best, gain = best_widths(curves, [offer.kind if offer else None for offer in picked], self.costs)
+            is_worth_it = gain >= MARGIN
+            for i, offer in enumerate(picked):
+                if offer is not None:
+                    widths[i] = self._judge(offer, best[i], is_worth_it)
+        return list(zip(picked, widths, strict=True))
 
-    def _curve(self, row: RowOffer) -> list[float]:
-        """Survival of the slots to choose from; none while the row is parked."""
-        if row.kind is None:
-            return []
-        track = self._track(row.request_id, row.kind)
-        if self._step < track.parked_until:
-            return []
-        return track.survival.curve(min(self.max_width, row.available))
+    def _pick(self, offers: Sequence[RowOffer]) -> RowOffer | None:
+        """Of those not parked: one on probation, or else the one that would be fastest if there were no other row."""
+        awake = [offer for offer in offers if self._track(offer).parked_until <= self._step]
+        if len(awake) < 2:
+            return awake[0] if awake else None
+        for offer in awake:
+            if self._track(offer).num_probes:
+                return offer
+        if not self.costs.seconds(1):
+            return awake[0]
+        return max(awake, key=lambda offer: best_widths([self._curve(offer)], [offer.kind], self.costs)[1])
 
-    def _probe_one_at_a_time(self, rows: Sequence[RowOffer], curves: list[list[float]]) -> None:
+    def _curve(self, offer: RowOffer | None) -> list[float]:
+        """Survival of the slots to choose from."""
+        if offer is None:
+            return []
+        most = self.max_width if self.fixed is None else self.fixed
+        return self._survival(offer).curve(min(most, offer.available), offer.start)
+
+    def _probe_one_at_a_time(self, picked: list[RowOffer | None]) -> None:
         """Where a kind has not paid of late, only the first row on probation is offered: a batch of them would pay the
         price of a probe many times for the same answer."""
-        probing: list[Kind] = []
-        for i, row in enumerate(rows):
-            if not curves[i] or row.kind is None or self._pauses.get(row.kind, FIRST_PAUSE) == FIRST_PAUSE:
+        probing: list[tuple[Kind, int]] = []
+        for i, offer in enumerate(picked):
+            if offer is None or self._pauses.get((offer.kind, offer.start), FIRST_PAUSE) == FIRST_PAUSE:
                 continue
-            if self._track(row.request_id, row.kind).num_probes:
-                if row.kind in probing:
-                    curves[i] = []
-                probing.append(row.kind)
+            if self._track(offer).num_probes:
+                if (offer.kind, offer.start) in probing:
+                    picked[i] = None
+                probing.append((offer.kind, offer.start))
 
     def _unexplored(self, num_rows: int, num_slots: int) -> int:
         """Drafts that make the smallest doubling of the batch that was never measured, if its cost could pay at all.
@@ -259,28 +283,33 @@ class WidthController:
             size *= 2
         return 0
 
-    def _judge(self, row: RowOffer, width: int, is_worth_it: bool) -> int:
+    def _judge(self, offer: RowOffer, width: int, is_worth_it: bool) -> int:
         """Park a row that drafts do not help. On probation it gets them all the same, so that they are measured."""
-        assert row.kind is not None
-        track = self._track(row.request_id, row.kind)
+        key, track = (offer.kind, offer.start), self._track(offer)
         if track.num_probes:
             track.num_probes -= 1
             return max(1, width)
         if width and is_worth_it:
-            track.next_pause = self._pauses[row.kind] = FIRST_PAUSE
+            track.next_pause = self._pauses[key] = FIRST_PAUSE
             return width
         track.parked_until = self._step + 1 + track.next_pause
         track.next_pause = min(2 * track.next_pause, LAST_PAUSE)
-        self._pauses[row.kind] = max(self._pauses.get(row.kind, FIRST_PAUSE), track.next_pause)
+        self._pauses[key] = max(self._pauses.get(key, FIRST_PAUSE), track.next_pause)
         track.num_probes = NUM_PROBES
-        track.survival.age()
+        self._survival(offer).age()
         return 0
 
-    def _track(self, request_id: Hashable, kind: Kind) -> _Track:
-        tracks = self._tracks.setdefault(request_id, {})
-        if kind not in tracks:
-            tracks[kind] = _Track(Survival(self._prior(kind)), self._pauses.get(kind, FIRST_PAUSE))
-        return tracks[kind]
+    def _track(self, offer: RowOffer) -> _Track:
+        key, tracks = (offer.kind, offer.start), self._tracks.setdefault(offer.request_id, {})
+        if key not in tracks:
+            tracks[key] = _Track(self._pauses.get(key, FIRST_PAUSE))
+        return tracks[key]
+
+    def _survival(self, offer: RowOffer) -> Survival:
+        survivals = self._survivals.setdefault(offer.request_id, {})
+        if offer.kind not in survivals:
+            survivals[offer.kind] = Survival(self._prior(offer.kind))
+        return survivals[offer.kind]
 
     def _prior(self, kind: Kind) -> Survival:
         return self._shared.setdefault(kind, Survival(min_weight=0.02))

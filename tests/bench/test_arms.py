@@ -8,7 +8,7 @@ from lampejo.bench.workloads import CATEGORIES
 from lampejo.errors import UserError
 from lampejo.loader import _speculator
 from lampejo.speculate import NGRAM_MAX_WIDTH, NgramDrafter, Speculator
-from lampejo.width import RowResult
+from lampejo.width import RowOffer, RowResult
 from scripted import answering, ids_of, scripted_engine
 from tiny import make_request, run
 from tiny_bench import config_of, scripted_bench, tiny_loaded
@@ -77,14 +77,14 @@ def test_what_the_synthetic_drafter_does_not_know_it_leaves_alone():
     """Fault: drafts past the end of the answer, or for an answer that plain decoding failed to give."""
     bench = scripted_bench(answering(4, ids_of("yes")), ("plain",), [1.0])
     drafter = bench.speculators[SYNTHETIC].drafters[0]
-    assert drafter.available(make_request(ids_of("say:"))) == 0
+    assert drafter.offer(make_request(ids_of("say:"))) is None
 
 
 def test_slots_are_counted_up_to_the_first_rejection():
     """A slot behind a rejected one tells nothing of its own."""
     controller = RecordingController(4)
     for num_drafted, num_accepted in ((3, 3), (3, 1), (1, 0)):
-        controller.observe_step(4, 0.01, {}, [RowResult(0, "dflash", num_drafted, num_accepted)])
+        controller.observe_step(4, 0.01, {}, [RowResult(RowOffer(0, "dflash", 4), num_drafted, num_accepted)])
     assert controller.num_reached == [3, 2, 1, 0] and controller.num_accepted == [2, 1, 1, 0]
     assert controller.acceptance_per_slot() == pytest.approx([2 / 3, 1 / 2, 1])
     controller.forget_counts()

@@ -10,10 +10,10 @@ import torch
 
 from lampejo.batch import Batch
 from lampejo.errors import UserError
-from lampejo.loader import SHORTEST_MATCH, TRUSTED_MATCH, Loaded
+from lampejo.loader import Loaded
 from lampejo.request import Request
 from lampejo.speculate import NGRAM_MAX_WIDTH, DFlashDrafter, Drafter, NgramDrafter, Speculator
-from lampejo.width import RowResult, WidthController
+from lampejo.width import RowOffer, RowResult, WidthController
 
 ARMS = ("plain", "dflash", "ngram", "auto")
 SYNTHETIC = "synthetic"
@@ -62,10 +62,14 @@ class SyntheticDrafter:
         self.vocab_size = vocab_size
         self.answers: dict[tuple[int, ...], list[int]] = {}  # by prompt ids
 
-    def available(self, request: Request) -> int:
+    def offer(self, request: Request) -> RowOffer | None:
         answer = self.answers.get(tuple(request.prompt_ids), [])
-        most = len(self.rates) if self.as_costly_as is None else self.as_costly_as.available(request)
-        return max(0, min(len(self.rates), most, len(answer) - request.num_output))
+        most = len(self.rates)
+        if self.as_costly_as is not None:
+            costly = self.as_costly_as.offer(request)
+            most = costly.available if costly else 0
+        available = min(len(self.rates), most, len(answer) - request.num_output)
+        return RowOffer(request.id, self.name, available) if available > 0 else None
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         if self.as_costly_as is not None:
@@ -120,9 +124,9 @@ def make_speculators(
         if arm == "dflash":
             drafters[arm] = dflash()
         elif arm == "ngram":
-            drafters[arm] = [NgramDrafter(SHORTEST_MATCH)]
+            drafters[arm] = [NgramDrafter()]
         elif arm == "auto":  # as ``loader`` makes it
-            drafters[arm] = [NgramDrafter(TRUSTED_MATCH if runner.drafter else SHORTEST_MATCH), *dflash()]
+            drafters[arm] = [NgramDrafter(), *dflash()]
     if rates is not None:
         drafters[SYNTHETIC] = [SyntheticDrafter(rates, runner.target.config.vocab_size, next(iter(dflash()), None))]
     return {arm: Speculator(mine, RecordingController(NGRAM_MAX_WIDTH, width)) for arm, mine in drafters.items()}
