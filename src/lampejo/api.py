@@ -338,9 +338,10 @@ def load(
     """Loads a model and starts its engine.
 
     model: an alias, a hub repository id, a folder of safetensors or a GGUF file. drafter: "auto" (n-gram where the text
-    repeats itself, and the DFlash drafter that belongs to the model, if there is one: whichever pays), "ngram", "dflash", "none", or
-    the folder or repository of a DFlash drafter. threads: of the CPU operations, None keeps torch's choice. thinking:
-    whether answers begin with reasoning, None leaves it to the chat template; a request's own word goes first.
+    repeats itself, and the DFlash drafter that belongs to the model, if there is one: whichever pays), "ngram",
+    "dflash", "none", or the folder or repository of a DFlash drafter. threads: of the CPU operations, None keeps
+    torch's choice. thinking: whether answers begin with reasoning, None leaves it to the chat template; a request's own
+    word goes first.
     """
     for name, value in (("model", model), ("drafter", drafter)):
         if not isinstance(value, str | Path):

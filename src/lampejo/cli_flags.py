@@ -27,8 +27,8 @@ def add_model_flags(parser: argparse.ArgumentParser, with_model: bool = True) ->
         "--drafter",
         default="auto",
         help="auto (n-gram where the text repeats, and the DFlash drafter that belongs to the model: in the package, "
-        "beside it, or known and fetched by name; token by token the one that pays), none, ngram, dflash, or the folder, .gguf file or repository of a "
-        "DFlash drafter (default: auto)",
+        "beside it, or known and fetched by name; token by token the one that pays), none, ngram, dflash, or the "
+        "folder, .gguf file or repository of a DFlash drafter (default: auto)",
     )
     group.add_argument(
         "--target-layer-ids", metavar="I,J,...", help="the drafter's taps, 0-based, for a drafter that does not tell"

@@ -48,8 +48,8 @@ EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 @dataclass
 class Sent:
-    """A body in the form that a client sends it, shortened, put together from the client's sources, its documentation or
-    what it was seen to send. says: what the model answers; told: what the client reads, of a call its arguments."""
+    """A body in the form that a client sends it, shortened, put together from the client's sources, its documentation
+    or what it was seen to send. says: what the model answers; told: what the client reads, of a call its arguments."""
 
     path: str
     body: dict[str, Any]

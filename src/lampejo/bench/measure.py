@@ -63,7 +63,7 @@ SUITES = {
         verify_rounds=7,
         starts=1,
     ),
-    "full": Suite(num_prompts=8, num_sampled=8, max_tokens=128, runs=2, seconds=None),
+    "full": Suite(num_prompts=8, num_sampled=8, max_tokens=128, runs=1, seconds=None),
 }
 
 
