@@ -22,6 +22,7 @@ from typing import Any
 from soak import serving
 
 import lampejo
+from lampejo.frontend import SyncOutbox
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"lm-eval": "lm-eval[api]", "guidellm": "guidellm"}
@@ -133,7 +134,9 @@ def likelihood(llm: lampejo.LLM, question: str, choice: str) -> float:
     start = llm.tokenizer.encode(question)
     ids = llm.tokenizer.encode(question + choice)
     request = llm.make_request(ids, max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    for _ in llm._stream(request):
+    outbox = SyncOutbox()
+    llm.frontend.submit(request, outbox)
+    for _ in outbox:  # until the request ends
         pass
     return sum(entry.logprob for entry in request.of_prompt[len(start) - 1 :])
 

@@ -1,12 +1,19 @@
 """Hours of use in minutes: many requests at once against a real server, some of them given up; then what it costs.
 
-    python scripts/soak.py                      # 1,000 requests, 8 at once
-    python scripts/soak.py --requests 200
+    python scripts/soak.py                      # 1,000 requests, 8 at once: under 10 minutes on two cores
+    python scripts/soak.py --requests 60        # a try; memory is judged from 500 requests on
 
-Checks that every finished answer equals its reference (asked alone, without drafts), that no request is left running
-and no page in use, and how memory moves (cases M5 to M7). Then measures the time to the first token of a prompt of
-4,000 tokens the first and the second time, and what HTTP adds to a token (streams beside the same engine in this
-process, in turn). The last line is one JSON object. Exit code 1 if anything differs or is left over.
+What is checked (cases M5 to M7, and the limits of the server):
+
+- answers: none fails, and every finished one equals its reference, which this process computed alone, without drafts;
+- left_over: no request is left running or waiting, and no page in use;
+- memory: after the first half, in which pages and buffers are touched for the first time, the server's resident memory
+  grows by less than 10 MB per 1,000 requests (slope of the least squares);
+- prefix: a prompt of 4,000 tokens sent a second time gets its first token in less than a tenth of the first time;
+- http: a stream takes at most 5 % longer per token over HTTP than from the same engine in this process, in turn;
+
+The last two want a machine with nothing else to do. The last line is one JSON object, ``checks`` in it tells how each
+went. Exit code 1 if one failed, or if the server does not end in order.
 """
 
 import argparse
@@ -17,6 +24,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +41,9 @@ from lampejo.bench.texts import GLACIER, LETTER, LIGHTHOUSE, MINUTES, README_MD,
 PASSAGES = (LETTER, MINUTES, LIGHTHOUSE, README_MD, RECIPE, GLACIER)
 
 NUM_QUESTIONS, ABORTED, MAX_TOKENS = 48, 0.2, 64
+NUM_SAMPLES = 100  # of memory
+SLOPE_LIMIT_MB, ENOUGH_FOR_SLOPE = 10.0, 500
+PREFIX_LIMIT, HTTP_LIMIT = 0.1, 0.05
 TIMEOUT = httpx.Timeout(120)
 
 
@@ -44,7 +55,16 @@ class Soak:
     failed: list[str] = field(default_factory=list)
     num_finished: int = 0
     num_aborted: int = 0
-    rss_mb: list[float] = field(default_factory=list)
+    rss_mb: list[tuple[int, float]] = field(default_factory=list)  # after so many requests
+
+    @property
+    def rss_slope_mb(self) -> float | None:
+        """Per 1,000 requests, after the first half; None if there were too few."""
+        done = [n for n, _ in self.rss_mb]
+        if not done or done[-1] < ENOUGH_FOR_SLOPE:
+            return None
+        half = [sample for sample in self.rss_mb if sample[0] >= done[-1] / 2]
+        return 1000 * statistics.linear_regression(*zip(*half, strict=True)).slope
 
 
 def questions(seed: int) -> list[dict[str, Any]]:
@@ -62,22 +82,22 @@ def questions(seed: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def serving(model: str) -> Iterator[tuple[str, int]]:
-    """The address of a server of its own, and the process."""
-    command = [sys.executable, "-m", "lampejo", "serve", model, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if match := re.search(r"http://[\d.]+:\d+", line):
-                yield match[0], process.pid
-                break
-        else:
-            raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        code = process.wait(60)
-    if code:
-        raise SystemExit(f"the server ended with {code}")
+    """The address of a server of its own, and its process id. SystemExit if it does not start, or ends in disorder."""
+    with tempfile.NamedTemporaryFile("w") as log:
+        command = [sys.executable, "-m", "lampejo", "serve", model, "--port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        told = Path(log.name)
+        try:
+            while (match := re.search(r"http://[\d.]+:\d+", told.read_text())) is None:
+                if process.poll() is not None:
+                    raise SystemExit(f"the server did not start:\n{told.read_text()}")
+                time.sleep(0.1)
+            yield match[0], process.pid
+        finally:
+            process.terminate()
+            code = process.wait(60)
+        if code:
+            raise SystemExit(f"the server ended with {code}:\n{told.read_text()[-2000:]}")
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], stop_after: int | None = None) -> str | None:
@@ -103,31 +123,37 @@ def rss_mb(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
 
-async def soak(url: str, pid: int, num_requests: int, concurrency: int, seed: int) -> Soak:
-    rng, result, bodies = random.Random(seed), Soak(), questions(seed)
+def references(llm: lampejo.LLM, bodies: list[dict[str, Any]]) -> list[str]:
+    """One after another, without drafts, in this process: the server sees each for the first time under load."""
+    params = [{key: body[key] for key in ("max_tokens", "temperature", "seed")} for body in bodies]
+    asked = tqdm(list(zip(bodies, params, strict=True)), unit="reference")
+    return [llm.generate(body["messages"], drafts=False, **given).text for body, given in asked]
+
+
+async def soak(url: str, pid: int, expected: list[str], args: argparse.Namespace) -> Soak:
+    rng, result, bodies = random.Random(args.seed), Soak(), questions(args.seed)
+    left = iter(range(args.requests))
+    bar = tqdm(total=args.requests, unit="request")
+
+    async def one_after_another(client: httpx.AsyncClient) -> None:
+        for _ in left:
+            n, stop_after = rng.randrange(len(bodies)), rng.randint(0, 8) if rng.random() < ABORTED else None
+            try:
+                text = await ask(client, bodies[n], stop_after)
+            except Exception as error:
+                result.failed.append(f"{type(error).__name__}: {error}")
+            else:
+                result.num_aborted += text is None
+                result.num_finished += text is not None
+                if text is not None and text != expected[n]:
+                    result.differing.append(f"{bodies[n]}: {text!r} instead of {expected[n]!r}")
+            bar.update()
+            if bar.n % max(1, args.requests // NUM_SAMPLES) == 0:
+                result.rss_mb.append((bar.n, rss_mb(pid)))
+
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT) as client:
-        references = [await ask(client, body | {"lampejo": {"drafts": False}}) for body in bodies]
-        left = iter(range(num_requests))
-        bar = tqdm(total=num_requests, unit="request")
-
-        async def one_after_another() -> None:
-            for i in left:
-                n, stop_after = rng.randrange(len(bodies)), rng.randint(0, 8) if rng.random() < ABORTED else None
-                try:
-                    text = await ask(client, bodies[n], stop_after)
-                except Exception as error:
-                    result.failed.append(f"{type(error).__name__}: {error}")
-                else:
-                    result.num_aborted += text is None
-                    result.num_finished += text is not None
-                    if text is not None and text != references[n]:
-                        result.differing.append(f"{bodies[n]}: {text!r} instead of {references[n]!r}")
-                if i % max(1, num_requests // 20) == 0:
-                    result.rss_mb.append(rss_mb(pid))
-                bar.update()
-
-        await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
-        bar.close()
+        await asyncio.gather(*(one_after_another(client) for _ in range(args.concurrency)))
+    bar.close()
     return result
 
 
@@ -136,20 +162,22 @@ def left_over(url: str) -> dict[str, float]:
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     for _ in range(50):
         text = httpx.get(f"{url}/metrics").text
-        values = {n: float(re.search(rf"^lampejo:{n}\{{.*\}} (\S+)$", text, re.M)[1]) for n in names}  # type: ignore[index]
+        values = {n: float(re.search(rf"^lampejo:{n}\{{.*\}} (\S+)$", text, re.M)[1]) for n in names}
         if not any(values.values()):
             break
         time.sleep(0.1)
     return values
 
 
-def first_token_s(url: str, body: dict[str, Any]) -> float:
-    started = time.perf_counter()
+def token_times(url: str, body: dict[str, Any]) -> list[float]:
+    """When each piece of text of a streamed answer came."""
+    times = []
     with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=TIMEOUT) as response:
+        response.raise_for_status()
         for line in response.iter_lines():
-            if '"content":"' in line and '"role"' not in line:
-                return time.perf_counter() - started
-    raise SystemExit("no token came")
+            if '"content":"' in line and '"content":""' not in line:
+                times.append(time.perf_counter())
+    return times
 
 
 def of_prefix(url: str, llm: lampejo.LLM, seed: int) -> dict[str, float]:
@@ -159,27 +187,36 @@ def of_prefix(url: str, llm: lampejo.LLM, seed: int) -> dict[str, float]:
         text = " ".join(random.Random(f"{seed} {i}").choices(" ".join(PASSAGES).split(), k=6000))
         text = llm.tokenizer.decode(llm.tokenizer.encode(text)[:4000])
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
-        first.append(first_token_s(url, body))
-        second.append(first_token_s(url, body))
-    return {"first_s": statistics.median(first), "second_s": statistics.median(second)}
+        for seconds in (first, second):
+            started = time.perf_counter()
+            seconds.append(token_times(url, body)[0] - started)
+    ratio = statistics.median(b / a for a, b in zip(first, second, strict=True))
+    return {"first_s": statistics.median(first), "second_s": statistics.median(second), "ratio": ratio}
 
 
-def of_http(url: str, llm: lampejo.LLM, rounds: int = 9) -> dict[str, float]:
-    """Tokens per second of the same streams over HTTP and in this process, in turn, without drafts."""
-    body = {"messages": [{"role": "user", "content": "Tell a long story."}], "max_tokens": 192, "temperature": 0}
-    body |= {"ignore_eos": True, "lampejo": {"drafts": False, "trace": False}}
-    params = {"max_tokens": 192, "temperature": 0.0, "ignore_eos": True, "drafts": False}
-    over_http, alone = [], []
-    for _ in range(rounds):
-        times = []
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}) as response:
-            times = [time.perf_counter() for line in response.iter_lines() if '"content":"' in line]
-        over_http.append((len(times) - 2) / (times[-1] - times[1]))
-        times = [time.perf_counter() for chunk in llm.stream(body["messages"], **params) if chunk.text]
-        alone.append((len(times) - 1) / (times[-1] - times[0]))
-    ratios = [a / b for a, b in zip(over_http, alone, strict=True)]
-    return {"http_chunks_per_s": statistics.median(over_http), "alone_chunks_per_s": statistics.median(alone),
-            "ratio": statistics.median(ratios)}  # fmt: skip
+def of_http(url: str, llm: lampejo.LLM, rounds: int) -> dict[str, float]:
+    """Milliseconds per token of the same plain stream over HTTP and in this process, in turn, each first every other
+    time. From the first token to the last, so that prefill is no part of it."""
+    messages = [{"role": "user", "content": "Tell a long story."}]
+    params = {"max_tokens": 192, "temperature": 0.0, "ignore_eos": True}
+    body = {"messages": messages, **params, "lampejo": {"drafts": False}}
+
+    def over_http() -> list[float]:
+        return token_times(url, body)
+
+    def alone() -> list[float]:
+        chunks = llm.stream(messages, drafts=False, **params)
+        return [time.perf_counter() for chunk in chunks if chunk.text]
+
+    arms = [(over_http, []), (alone, [])]
+    for i in tqdm(range(rounds + 1), unit="round"):
+        for stream, ms in arms if i % 2 else arms[::-1]:
+            times = stream()
+            if i:  # the first one warms up
+                ms.append(1000 * (times[-1] - times[0]) / (len(times) - 1))
+    http_ms, alone_ms = (ms for _, ms in arms)
+    added = statistics.median(a / b for a, b in zip(http_ms, alone_ms, strict=True)) - 1
+    return {"http_ms": statistics.median(http_ms), "alone_ms": statistics.median(alone_ms), "added": added}
 
 
 def main() -> int:
@@ -187,32 +224,41 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9, help="of the two streams that are compared")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with serving(args.model) as (url, pid):
+    with lampejo.load(args.model) as llm, serving(args.model) as (url, pid):
+        expected = references(llm, questions(args.seed))
         started = time.perf_counter()
-        result = asyncio.run(soak(url, pid, args.requests, args.concurrency, args.seed))
+        result = asyncio.run(soak(url, pid, expected, args))
         seconds = time.perf_counter() - started
         left = left_over(url)
-        with lampejo.load(args.model) as llm:
-            prefix, http = of_prefix(url, llm, args.seed), of_http(url, llm)
-    half = len(result.rss_mb) // 2
-    told = {
-        "requests": args.requests,
-        "concurrency": args.concurrency,
-        "seconds": round(seconds, 1),
-        "finished": result.num_finished,
-        "aborted": result.num_aborted,
-        "failed": result.failed[:5],
-        "differing": result.differing[:5],
-        "left_over": left,
-        "rss_mb": [round(x) for x in result.rss_mb],
-        "rss_mb_of_second_half": round(max(result.rss_mb[half:]) - result.rss_mb[half], 1),
-        "prefix": prefix | {"ratio": prefix["second_s"] / prefix["first_s"]},
-        "http": http,
-    }
-    print(json.dumps(told))
-    return int(bool(result.failed or result.differing or any(left.values())))
+        prefix, http = of_prefix(url, llm, args.seed), of_http(url, llm, args.rounds)
+        slope = result.rss_slope_mb
+        checks = {
+            "answers": result.num_finished > 0 and not (result.failed or result.differing),
+            "left_over": not any(left.values()),
+            "memory": None if slope is None else slope < SLOPE_LIMIT_MB,  # null: too few requests to tell
+            "prefix": prefix["ratio"] < PREFIX_LIMIT,
+            "http": http["added"] < HTTP_LIMIT,
+        }
+        told = {
+            "checks": checks,
+            "requests": args.requests,
+            "concurrency": args.concurrency,
+            "seconds": seconds,
+            "finished": result.num_finished,
+            "aborted": result.num_aborted,
+            "failed": result.failed[:5],
+            "differing": result.differing[:5],
+            "left_over": left,
+            "rss_mb": [round(mb) for _, mb in result.rss_mb],
+            "rss_slope_mb_per_1000": slope,
+            "prefix": prefix,
+            "http": http,
+        }
+        print(json.dumps(told), flush=True)
+    return int(False in checks.values())
 
 
 if __name__ == "__main__":
