@@ -19,7 +19,11 @@ from lampejo.speculate import Drafter
 from scripted import CHAT, EOS, Target, ids_of, knowing, make_tokenizer, scripted_llm
 
 MARK = ids_of("assistant:")  # the end of a prompt by ``scripted.CHAT``
-QWEN = CHAT + "{# <tool_call> <think> #}"  # what a template knows is read off its text
+TOLD = (
+    "{{ m.content }}{% for c in m.tool_calls %} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+)
+CALLING = CHAT.replace("{{ m.content }}", TOLD) + "{# <tool_call> #}"
+QWEN = CALLING + "{# <think> #}"  # what a template knows is read off its text
 CALLS = """<think>Let me add.</think> Adding.
 <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}</tool_call>
 <tool_call>{"name": "add", "arguments": {}}</tool_call>""".replace("\n", " ")

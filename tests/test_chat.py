@@ -326,3 +326,17 @@ def test_what_cannot_be_continued_is_refused(template: str, content: str, words:
     messages = [{"role": "user", "content": "One"}, {"role": "assistant", "content": content}]
     with pytest.raises(UserError, match=words):
         render_chat(template, messages, TOKENIZER, continue_final_message=True)
+
+
+def test_a_template_is_looked_at_once_for_each_kind_of_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: every prompt is rendered twice for a check whose outcome is known."""
+    rendered = []
+    monkeypatch.setattr(chat, "render_chat", lambda *args, **kw: rendered.append(args) or render_chat(*args, **kw))
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{# once #}"
+    user, critic = {"role": "user", "content": "One"}, {"role": "critic", "content": "Two"}
+    for messages, num_rendered in (([user], 1), ([user], 1), ([user] * 2, 2), ([user] * 3, 2), ([user, critic], 3)):
+        chat.check_that_all_is_told(template, messages, TOKENIZER)
+        assert len(rendered) == num_rendered
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"messages\[1\] would be lost"):
+            chat.check_that_all_is_told("{{ messages[0].content }}", [user, critic], TOKENIZER)

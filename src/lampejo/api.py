@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 
 from lampejo.accept import TokenLogprobs
 from lampejo.answer import Start, start_of, style_of
-from lampejo.chat import render_chat
+from lampejo.chat import check_that_all_is_told, render_chat
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.errors import UserError, shown
@@ -277,9 +277,9 @@ class LLM:
         if not prompt:
             return []
         messages = cast(Messages, prompt)  # or what render_chat refuses
-        text = render_chat(
-            self.chat_template, messages, self.tokenizer, **{**self.template_defaults, **template_kwargs}
-        )
+        kwargs = {**self.template_defaults, **template_kwargs}
+        text = render_chat(self.chat_template, messages, self.tokenizer, **kwargs)
+        check_that_all_is_told(self.chat_template or "", messages, self.tokenizer, **kwargs)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:

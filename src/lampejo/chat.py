@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from lampejo.errors import UserError
+from lampejo.errors import UserError, shown
 from lampejo.tokenizer import Tokenizer
 
 MAX_STEPS = 1_000_000  # loop rounds and calls that one rendering may spend; a real template spends some per message
@@ -22,6 +22,8 @@ MAX_CHARS = 16_000_000  # of the rendered prompt
 MAX_REPEAT = 1_000_000  # characters or items that one multiplication may make
 
 _CONTINUED = "\ue0c0\ue0de"  # private characters, put where a message is to be continued
+_PROBE = "\ue0c1{}\ue0df"  # and where it is to be seen whether a message is rendered
+_MAX_KINDS = 100  # of messages that are remembered of one template; a request may make up roles
 
 _budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
 
@@ -102,6 +104,64 @@ def _render_to_be_continued(
     if not mark:
         raise UserError("The chat template leaves the last message's text out, so that nothing can continue it.")
     return text
+
+
+def check_that_all_is_told(
+    template: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **template_kwargs: Any
+) -> None:
+    """Refuses messages that a template passes over in silence: unknown roles, calls and their results where it knows no
+    tools, a second system message. Arguments as those of ``render_chat``, which has rendered them.
+
+    For that the chat is rendered once more, with a mark in each message of a kind (role, first or not, with calls or
+    not, with tools or not) that this template was not seen to render before. Text beside calls is not looked for: some
+    templates leave it out on purpose.
+    """
+    known, has_tools = _kinds_told(template), bool(template_kwargs.get("tools"))
+    kinds = [
+        (message["role"], i == 0, bool(message.get("tool_calls")), has_tools) for i, message in enumerate(messages)
+    ]
+    marks = {i: _PROBE.format(i) for i, kind in enumerate(kinds) if kind not in known}
+    marked = {i: other for i, mark in marks.items() if (other := _marked(messages[i], mark)) is not None}
+    if not marked:
+        return
+    try:
+        looked_at = [marked.get(i, message) for i, message in enumerate(messages)]
+        text = render_chat(template, looked_at, tokenizer, **template_kwargs)
+    except UserError:
+        return  # it looks at texts and names itself
+    for i in marked:
+        if marks[i] not in text:
+            what = "tool calls" if kinds[i][2] else f"messages of the role {shown(kinds[i][0])}"
+            raise UserError(
+                f"messages[{i}] would be lost: this model's chat template leaves out {what}, at least here.",
+                "Leave it out too, put its text into another message, or use a model whose template knows it.",
+                field=f"messages[{i}]",
+            )
+    if len(known) < _MAX_KINDS:
+        known.update(kinds[i] for i in marked)
+
+
+@lru_cache(maxsize=32)
+def _kinds_told(template: str) -> set[tuple[str, bool, bool, bool]]:
+    """Which kinds of messages a template was seen to render; it grows."""
+    return set()
+
+
+def _marked(message: Mapping[str, Any], mark: str) -> Mapping[str, Any] | None:
+    """The message with a mark at the end of its text, or of the name of its first call; None if it has neither."""
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls:
+        call = calls[0] if isinstance(calls, Sequence) else None
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return None
+        named = {**function, "name": function["name"] + mark}
+        return {**message, "tool_calls": [{**call, "function": named}, *calls[1:]]}  # type: ignore[dict-item]
+    if isinstance(content, str) and content:
+        return {**message, "content": content + mark}
+    if isinstance(content, list) and content and content[-1]["text"]:
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}
+    return None
 
 
 def _bare(error: object) -> str:

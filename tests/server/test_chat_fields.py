@@ -12,7 +12,7 @@ from lampejo.cache import CausalView
 from lampejo.ops import Segment
 from lampejo.speculate import NgramDrafter
 from scripted import CHAT, CONTEXT, ids_of, knowing, make_llm, random_target, scripted_llm
-from server_app import ask, chat, client_of, events, model_saying, text_of, thinking_model
+from server_app import CALLING, ask, chat, client_of, events, model_saying, text_of, thinking_model
 from tiny import EOS, make_engine, make_target
 
 FUNCTION = {
@@ -121,7 +121,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def with_tools(llm: LLM) -> LLM:
-    llm.chat_template = CHAT + "{# <tool_call> #}"
+    llm.chat_template = CALLING
     llm.style = style_of(llm.chat_template)
     return llm
 
@@ -299,6 +299,35 @@ async def test_another_model_than_the_one_that_is_here_is_refused():
             told = (await client.get("/v1/models")).json()["data"]
             assert [card["id"] for card in told] == ["coder", "chat", "model"]
             assert {card["lampejo"]["mode"] for card in told} == {"plain decoding"}
+
+
+LOSING = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.role }}: {{ m.content }}{% endfor %}assistant:"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "lost"),
+    [
+        (CHAT, AFTER_A_CALL, "messages[1]"),
+        (LOSING, [*AFTER_A_CALL[:1], AFTER_A_CALL[2]], "messages[1]"),
+        (LOSING, [{"role": "system", "content": "Be brief."}, *AFTER_A_CALL[:1]], "messages[0]"),
+        (LOSING, [*AFTER_A_CALL[:1], {"role": "critic", "content": "No."}], "messages[1]"),
+        (CHAT, [*AFTER_A_CALL[:1], {"role": "critic", "content": "No."}], None),
+        (CALLING, AFTER_A_CALL, None),
+        (LOSING, AFTER_A_CALL[:1], None),
+    ],
+)
+async def test_messages_that_the_template_leaves_out_are_refused(template, messages, lost):
+    """P1. Fault: a call, its result or a role that the template does not know vanishes, and nobody is told. Before and
+    after the template was seen to render other messages."""
+    with model_saying("Hello") as llm:
+        llm.chat_template, llm.style = template, style_of(template)
+        async with client_of(llm) as client:
+            for _ in range(2):
+                response = await ask(client, {"messages": messages})
+                assert response.status_code == (400 if lost else 200), response.text
+                if lost:
+                    assert response.json()["error"]["param"] == lost
+                assert (await ask(client, chat())).status_code == 200
 
 
 # --- P2: what steers the answer ---------------------------------------------------------------------------------------
