@@ -32,6 +32,7 @@ ORDER = [
     "scores",
     "accept",
     "tokenizer",
+    "prompt_bound",
     "text",
     "answer",
     "answer_calls",

@@ -17,6 +17,7 @@ from lampejo.errors import UserError, shown
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.grammar import Grammar, Grammars
 from lampejo.loader import Loaded, load_model, with_thinking
+from lampejo.prompt_bound import PromptBound
 from lampejo.request import Request, StopParams, TokenDelta
 from lampejo.sampling import SamplingParams, check_number
 from lampejo.text import TextStream
@@ -131,6 +132,7 @@ class LLM:
         self.info = loaded.info
         self.load_s = loaded.load_s
         self.max_context = config.max_context or 0
+        self._bound = PromptBound(loaded.tokenizer, self.max_context)
         self._typical = config.drafting.typical if loaded.speculator.drafters else None
         self.engine = Engine(loaded.runner, loaded.speculator, config, loaded.eos_ids)
         self._vocab_size = loaded.runner.target.config.vocab_size
@@ -218,14 +220,11 @@ class LLM:
             if outside:
                 message = f"{name} has token id {outside[0]}; this model has ids below {self._vocab_size}."
                 raise UserError(message, field=name)
-        prompt_ids = self.encode(prompt, **template_kwargs)
+        prompt_ids = self._encode(prompt, template_kwargs, is_bounded=True)
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one word.")
         if len(prompt_ids) >= self.max_context:
-            raise UserError(
-                f"The prompt has {len(prompt_ids)} tokens, which leaves no room in the context of {self.max_context}.",
-                "Shorten the prompt, or load the model with a larger context.",
-            )
+            raise self._bound.too_long(str(len(prompt_ids)))
         is_chat = not (isinstance(prompt, str) or _is_ids(prompt) or template_kwargs.get("continue_final_message"))
         continued = () if is_chat else prompt_ids
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)
@@ -268,19 +267,22 @@ class LLM:
     def encode(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
         """Prompt ids of text or token ids (as they are) or messages (through the chat template, whose arguments by
         default are ``template_defaults``)."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt) if prompt else []
-        if _is_ids(prompt):
-            return self._checked(prompt)
+        return self._encode(prompt, template_kwargs)
+
+    def _encode(self, prompt: Prompt, template_kwargs: Mapping[str, Any], is_bounded: bool = False) -> list[int]:
+        # is_bounded: what certainly has no room in the context is refused before the work of encoding it
         if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
             raise UserError(f"A prompt cannot be {type(prompt).__name__}.", _PROMPT_REMEDY)
-        if not prompt:
-            return []
-        messages = cast(Messages, prompt)  # or what render_chat refuses
-        kwargs = {**self.template_defaults, **template_kwargs}
-        text = render_chat(self.chat_template, messages, self.tokenizer, **kwargs)
-        check_that_all_is_told(self.chat_template or "", messages, self.tokenizer, **kwargs)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        if _is_ids(prompt) or not prompt:
+            return self._checked(cast(Sequence[int], prompt))
+        text = prompt
+        if not isinstance(text, str):
+            messages, kwargs = cast(Messages, prompt), {**self.template_defaults, **template_kwargs}
+            text = render_chat(self.chat_template, messages, self.tokenizer, **kwargs)
+            check_that_all_is_told(self.chat_template or "", messages, self.tokenizer, **kwargs)
+        if is_bounded:
+            self._bound.check(text)
+        return self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         for token_id in ids:
