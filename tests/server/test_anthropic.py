@@ -185,8 +185,10 @@ async def test_system_blocks_turns_and_results_reach_the_template(monkeypatch):
     """Consecutive messages of a role are one turn; a result is a message of its own, after the call that it answers."""
     seen = []
     with thinking_model("ok") as llm:
-        encode = llm.encode
-        monkeypatch.setattr(llm, "encode", lambda messages, **kwargs: seen.append((messages, kwargs)) or encode("x"))
+        encode = llm._encode
+        monkeypatch.setattr(
+            llm, "_encode", lambda messages, kwargs, **_: seen.append((messages, kwargs)) or encode("x", {})
+        )
         async with client_of(llm) as client:
             call = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
             thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}

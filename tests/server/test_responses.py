@@ -124,9 +124,9 @@ async def test_the_items_of_an_answer_can_be_sent_back_and_become_one_message(mo
         async with client_of(llm) as client:
             asked = body(tools=[TOOL], include=["reasoning.encrypted_content"], store=False)
             output = (await ask(client, asked, PATH)).json()["output"]
-            encode = llm.encode
+            encode = llm._encode
             monkeypatch.setattr(
-                llm, "encode", lambda messages, **kwargs: seen.append((messages, kwargs)) or encode("x")
+                llm, "_encode", lambda messages, kwargs, **_: seen.append((messages, kwargs)) or encode("x", {})
             )
             results = [
                 {"type": "function_call_output", "call_id": item["call_id"], "output": "2"} for item in output[2:]
@@ -205,8 +205,8 @@ async def test_with_tools_and_a_format_the_answer_is_either_a_call_or_of_the_for
 async def test_only_allowed_tools_are_offered(monkeypatch):
     """Fault: allowed_tools accepted and ignored."""
     with thinking_model("x") as llm:
-        encode, seen = llm.encode, []
-        monkeypatch.setattr(llm, "encode", lambda messages, **kwargs: seen.append(kwargs) or encode("x"))
+        encode, seen = llm._encode, []
+        monkeypatch.setattr(llm, "_encode", lambda messages, kwargs, **_: seen.append(kwargs) or encode("x", {}))
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
         async with client_of(llm) as client:
             asked = body(tools=[TOOL, {**TOOL, "name": "sub"}], tool_choice=allowed)
