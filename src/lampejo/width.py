@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, combinations
+from math import exp, log1p
 
 Kind = str  # a drafter's name
 
 LAST_SLOT = 15
 OPTIMISM = 0.7  # least acceptance rate of a slot that nobody has tried
 MARGIN = 1.03  # drafting must be this much faster than plain
-FIRST_PAUSE, LAST_PAUSE = 8, 256  # steps that a row is parked: doubled by each failed probe
+FIRST_PAUSE, LAST_PAUSE = 8, 256  # steps that an offer is parked: doubled by each failed probe
+CREDIT = 3.0  # plain steps that trying out drafts may cost at once,
+ALLOWANCE = 0.01  # and for each step after that
 PLAIN_SAMPLE = 4  # of so many plain steps one is measured, once a few were
 NUM_PROBES = 3  # steps with at least one draft after a pause
 FIRST_RECHECK, LAST_RECHECK = 8, 256  # steps with drafts before a plain one is made and measured; doubles each time
@@ -172,7 +175,11 @@ class _Track:
 
 
 class WidthController:
-    """Chooses who drafts in each decode step, and how much; ``fixed`` is the user's width, always used (0 is plain)."""
+    """Chooses who drafts in each decode step, and how much; ``fixed`` is the user's width, always used (0 is plain).
+
+    What is not known to pay is tried out, but on credit: all that this loses, counted in plain steps, is at most
+    `CREDIT` and `ALLOWANCE` of the steps made.
+    """
 
     def __init__(self, max_width: int, fixed: int | None = None) -> None:
         self.max_width = max_width
@@ -185,6 +192,9 @@ class WidthController:
         self._step = 0
         self._num_drafting = 0  # steps with drafts since the last plain one
         self._recheck = FIRST_RECHECK
+        self._credit = CREDIT
+        self._is_trying = False  # something in this step
+        self._num_rows = 0  # in this step
 
     def widths(self, rows: Sequence[Sequence[RowOffer]]) -> list[tuple[RowOffer | None, int]]:
         """Of each row's offers the one to take, and how many drafts of it, at most what it has available: exactly this
@@ -193,6 +203,9 @@ class WidthController:
             picked = [self._pick(offers) for offers in rows]
             return [(offer, min(self.fixed, offer.available)) if offer else (None, 0) for offer in picked]
         self._step += 1
+        self._num_rows = len(rows)
+        self._is_trying = False
+        self._credit = min(CREDIT, self._credit + ALLOWANCE)
         chosen = self._choose(rows)
         self._num_drafting = self._num_drafting + 1 if any(width for _, width in chosen) else 0
         return [(offer, width) if width else (None, 0) for offer, width in chosen]
@@ -202,6 +215,9 @@ class WidthController:
     ) -> None:
         """Learn from a finished step without prompt tokens: what it cost, and what became of the drafts of rows that
         had any."""
+        if self._is_trying and (plain_seconds := self.costs.seconds(self._num_rows)):
+            gained = 1 + sum(result.num_accepted for result in results) / self._num_rows
+            self._credit += gained - (verify_seconds + sum(draft_seconds.values())) / plain_seconds
         if not results and self._step % PLAIN_SAMPLE and self.costs.is_settled(num_tokens):
             return
         self.costs.observe(num_tokens, verify_seconds)
@@ -220,15 +236,14 @@ class WidthController:
     def _choose(self, rows: Sequence[Sequence[RowOffer]]) -> list[tuple[RowOffer | None, int]]:
         num_rows = len(rows)
         picked = [self._pick(offers) for offers in rows]
-        self._probe_one_at_a_time(picked)
         curves = [self._curve(offer) for offer in picked]
-        num_slots = sum(map(len, curves))
         widths = [0] * num_rows
-        if not num_slots or not self.costs.is_measured(num_rows // 2, num_rows):
+        if not any(curves) or not self.costs.is_measured(num_rows // 2, num_rows):
             pass
         elif self._num_drafting >= self._recheck:
             self._recheck = min(2 * self._recheck, LAST_RECHECK)
-        elif num_new := self._unexplored(num_rows, num_slots):
+        elif num_new := self._unexplored(curves):
+            self._is_trying = True
             widths = count_per_row(ranked(curves)[:num_new], num_rows)
         else:
             best, gain = best_widths(curves, [offer.kind if offer else None for offer in picked], self.costs)
@@ -239,12 +254,13 @@ class WidthController:
         return list(zip(picked, widths, strict=True))
 
     def _pick(self, offers: Sequence[RowOffer]) -> RowOffer | None:
-        """Of those not parked: one on probation, or else the one that would be fastest if there were no other row."""
+        """Of those not parked: one that is to be probed, or else the one that would be fastest if there were no other
+        row."""
         awake = [offer for offer in offers if self._track(offer).parked_until <= self._step]
         if len(awake) < 2:
             return awake[0] if awake else None
         for offer in awake:
-            if self._track(offer).num_probes:
+            if self._track(offer).num_probes and self._credit > 0:
                 return offer
         if not self.costs.seconds(1):
             return awake[0]
@@ -257,46 +273,42 @@ class WidthController:
         most = self.max_width if self.fixed is None else self.fixed
         return self._survival(offer).curve(min(most, offer.available), offer.start)
 
-    def _probe_one_at_a_time(self, picked: list[RowOffer | None]) -> None:
-        """Where a kind has not paid of late, only the first row on probation is offered: a batch of them would pay the
-        price of a probe many times for the same answer."""
-        probing: list[tuple[Kind, int]] = []
-        for i, offer in enumerate(picked):
-            if offer is None or self._pauses.get((offer.kind, offer.start), FIRST_PAUSE) == FIRST_PAUSE:
-                continue
-            if self._track(offer).num_probes:
-                if (offer.kind, offer.start) in probing:
-                    picked[i] = None
-                probing.append((offer.kind, offer.start))
+    def _unexplored(self, curves: Sequence[Sequence[float]]) -> int:
+        """Drafts that make the smallest doubling of the batch that was never measured, if they could pay at all.
 
-    def _unexplored(self, num_rows: int, num_slots: int) -> int:
-        """Drafts that make the smallest doubling of the batch that was never measured, if its cost could pay at all.
-
-        What was never measured counts as free: guessing it from smaller batches, a bad start would never be left.
+        What was never measured counts as dear as the next smaller batch: guessing it from the slope of smaller ones, a
+        bad start would never be left.
         """
+        num_rows, slots = len(curves), ranked(curves)
         size = 2 * num_rows
-        while size <= num_rows + num_slots:
-            if not self.costs.is_measured(size // 2, size):
-                return size - num_rows
-            if size / self.costs.seconds(size) < MARGIN * num_rows / self.costs.seconds(num_rows):
-                return 0  # too dear even if all drafts were accepted
+        while size <= num_rows + len(slots) and self._credit > 0:
+            num_new = size - num_rows
+            gain = exp(-sum(minus_worth for minus_worth, _, _ in slots[:num_new]) / num_rows)
+            is_measured = self.costs.is_measured(size // 2, size)
+            seconds = self.costs.seconds(size if is_measured else size // 2)
+            if gain * self.costs.seconds(num_rows) < MARGIN * seconds:
+                return 0
+            if not is_measured:
+                return num_new
             size *= 2
         return 0
 
     def _judge(self, offer: RowOffer, width: int, is_worth_it: bool) -> int:
-        """Park a row that drafts do not help. On probation it gets them all the same, so that they are measured."""
-        key, track = (offer.kind, offer.start), self._track(offer)
-        if track.num_probes:
+        """Parks an offer that does not pay. After its pause it is probed all the same, one row at a time, when there is
+        credit for it."""
+        track = self._track(offer)
+        if track.num_probes and self._credit > 0 and not self._is_trying:
+            self._is_trying = True
             track.num_probes -= 1
             return max(1, width)
         if width and is_worth_it:
-            track.next_pause = self._pauses[key] = FIRST_PAUSE
+            track.next_pause = self._pauses[offer.kind, offer.start] = FIRST_PAUSE
             return width
-        track.parked_until = self._step + 1 + track.next_pause
-        track.next_pause = min(2 * track.next_pause, LAST_PAUSE)
-        self._pauses[key] = max(self._pauses.get(key, FIRST_PAUSE), track.next_pause)
-        track.num_probes = NUM_PROBES
-        self._survival(offer).age()
+        if not track.num_probes:
+            track.parked_until = self._step + 1 + track.next_pause
+            track.next_pause = self._pauses[offer.kind, offer.start] = min(2 * track.next_pause, LAST_PAUSE)
+            track.num_probes = NUM_PROBES
+            self._survival(offer).age()
         return 0
 
     def _track(self, offer: RowOffer) -> _Track:
@@ -316,8 +328,17 @@ class WidthController:
 
 
 def ranked(curves: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
-    """All slots as (-survival, slot, row), the most promising first; a row's slots stay in order."""
-    return sorted((-survival, slot, row) for row, curve in enumerate(curves) for slot, survival in enumerate(curve))
+    """All slots as (-worth, slot, row), the most worthwhile first; a row's slots stay in order.
+
+    Worth is what the slot adds to the logarithm of the tokens that its row may expect of the step.
+    """
+    slots = []
+    for row, curve in enumerate(curves):
+        expected = 1.0
+        for slot, survival in enumerate(curve):
+            slots.append((-log1p(survival / expected), slot, row))
+            expected += survival
+    return sorted(slots)
 
 
 def count_per_row(slots: Sequence[tuple[float, int, int]], num_rows: int) -> list[int]:
@@ -330,27 +351,28 @@ def count_per_row(slots: Sequence[tuple[float, int, int]], num_rows: int) -> lis
 def best_widths(
     curves: Sequence[Sequence[float]], kinds: Sequence[Kind | None], costs: CostModel
 ) -> tuple[list[int], float]:
-    """The widths, not all 0, with most expected tokens per second, and how much faster than plain they are.
+    """The widths, not all 0, that make the rows fastest, and how much faster than plain they are then: in the geometric
+    mean, so that a row may not gain what its neighbours lose (proportional fairness: Kelly et al. 1998).
 
-    For a given number of drafts the best are the first by survival. As a kind costs a drafting pass however few of its
+    For a given number of drafts the best are the first by worth. As a kind costs a drafting pass however few of its
     drafts are used, each choice of kinds is ranked by itself.
     """
     num_rows = len(curves)
     seconds = [costs.seconds(num_rows + n) for n in range(sum(map(len, curves)) + 1)]
     best: list[tuple[float, int, int]] = []
-    best_rate = 0.0
+    best_gain = 0.0
     offered = Counter(kind for kind, curve in zip(kinds, curves, strict=True) if kind and curve)
     present = list(offered)
     for chosen in chain.from_iterable(combinations(present, n) for n in range(1, len(present) + 1)):
         slots = ranked([curve if kind in chosen else [] for kind, curve in zip(kinds, curves, strict=True)])
         draft_seconds = sum(costs.draft_seconds(kind, offered[kind]) for kind in chosen)
-        num_expected = float(num_rows)
-        for n, (minus_survival, _, _) in enumerate(slots, 1):
-            num_expected -= minus_survival
-            rate = num_expected / (seconds[n] + draft_seconds)
-            if rate > best_rate:
-                best_rate, best = rate, slots[:n]
-    return count_per_row(best, num_rows), best_rate * seconds[0] / num_rows
+        worth = 0.0
+        for n, (minus_worth, _, _) in enumerate(slots, 1):
+            worth -= minus_worth
+            gain = exp(worth / num_rows) * seconds[0] / (seconds[n] + draft_seconds)
+            if gain > best_gain:
+                best_gain, best = gain, slots[:n]
+    return count_per_row(best, num_rows), best_gain
 
 
 def _bucket(num_tokens: int) -> int:
