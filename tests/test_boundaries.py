@@ -164,14 +164,14 @@ def test_a_prompt_just_below_the_context_limit_is_answered_up_to_it(width, room)
         assert done.usage["total_tokens"] == 100
 
 
-@pytest.mark.parametrize("num_prompt", [100, 101, 5000])
-def test_a_prompt_that_fills_the_context_is_refused_before_any_work(num_prompt):
-    """B5: at the limit there is no room for an answer either."""
+@pytest.mark.parametrize(("num_prompt", "counted"), [(100, "100"), (101, "101"), (5000, "more than 100")])
+def test_a_prompt_that_fills_the_context_is_refused_before_any_work(num_prompt, counted):
+    """B5: at the limit there is no room for an answer either; a text far beyond it is refused without being counted."""
     with scripted_llm(answering(0, []), max_context=100) as llm:
         for call in (llm.generate, llm.stream):
-            with pytest.raises(UserError, match=f"{num_prompt} tokens.* the context of 100"):
+            with pytest.raises(UserError, match=f"has {counted} tokens.* the context of 100"):
                 call("p" * num_prompt)
-            with pytest.raises(UserError, match=f"{num_prompt} tokens.* the context of 100"):
+            with pytest.raises(UserError, match=f"has {counted} tokens.* the context of 100"):
                 call(["short", "p" * num_prompt] if call == llm.generate else "p" * num_prompt)
         assert llm.engine.runner.num_steps == 0
         assert llm.engine.scheduler.num_queried_tokens == 0
