@@ -38,11 +38,15 @@ async def read(request: Request, kind: type[Kind], max_bytes: int) -> Kind:
     if content_type != "application/json" and not content_type.endswith("+json"):
         # Another page of a browser could send anything else without asking first.
         raise ApiError(NOT_JSON, "The body must be JSON, with the header Content-Type: application/json.")
+    too_large = ApiError(TOO_LARGE, f"The body is longer than {max_bytes:,} bytes.", code="request_too_large")
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > max_bytes:
+        raise too_large
     raw = bytearray()
     async for part in request.stream():
         raw += part
         if len(raw) > max_bytes:
-            raise ApiError(TOO_LARGE, f"The body is longer than {max_bytes:,} bytes.", code="request_too_large")
+            raise too_large
     if len(raw) > _LONG:
         return await asyncio.to_thread(parse, bytes(raw), kind)
     return parse(bytes(raw), kind)
