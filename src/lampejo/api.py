@@ -13,7 +13,7 @@ from lampejo.answer import Start, start_of, style_of
 from lampejo.chat import check_that_all_is_told, render_chat
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
-from lampejo.errors import UserError, shown
+from lampejo.errors import PromptTooLong, UserError, shown
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.grammar import Grammar, Grammars
 from lampejo.loader import Loaded, load_model, with_thinking
@@ -224,7 +224,7 @@ class LLM:
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one word.")
         if len(prompt_ids) >= self.max_context:
-            raise self._bound.too_long(str(len(prompt_ids)))
+            raise PromptTooLong(str(len(prompt_ids)), self.max_context)
         is_chat = not (isinstance(prompt, str) or _is_ids(prompt) or template_kwargs.get("continue_final_message"))
         continued = () if is_chat else prompt_ids
         text = TextStream(self.tokenizer, stops.stop, continued, stops.min_tokens)

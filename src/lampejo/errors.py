@@ -31,3 +31,15 @@ class UserError(ValueError):
         self.message = message
         self.remedy = remedy
         self.field = field
+
+
+class PromptTooLong(UserError):
+    """A prompt of ``num_tokens`` (a number in words, if it was not counted to its end) leaves no room for an answer."""
+
+    def __init__(self, num_tokens: str, max_context: int) -> None:
+        super().__init__(
+            f"The prompt has {num_tokens} tokens, which leaves no room in the context of {max_context}.",
+            "Shorten the prompt, or load the model with a larger context.",
+        )
+        self.num_tokens = num_tokens
+        self.max_context = max_context

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lampejo.errors import UserError
+from lampejo.errors import PromptTooLong
 from lampejo.tokenizer import Tokenizer
 
 _PART = 1 << 18  # characters that are looked at without letting another thread of Python in
@@ -33,16 +33,9 @@ class PromptBound:
         self._max_context = max_context
 
     def check(self, text: str) -> None:
-        """``UserError`` for a text that certainly has no room in the context; no word about others."""
+        """``PromptTooLong`` for a text that certainly has no room in the context; no word about others."""
         if self.is_longer(text, self._max_context):
-            raise self.too_long(f"more than {self._max_context}")
-
-    def too_long(self, num_tokens: str) -> UserError:
-        """The error for a prompt of so many tokens."""
-        return UserError(
-            f"The prompt has {num_tokens} tokens, which leaves no room in the context of {self._max_context}.",
-            "Shorten the prompt, or load the model with a larger context.",
-        )
+            raise PromptTooLong(f"more than {self._max_context}", self._max_context)
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether it is certainly more tokens than that; False tells nothing."""

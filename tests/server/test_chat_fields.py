@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -10,6 +11,8 @@ from lampejo.answer import style_of
 from lampejo.api import LLM
 from lampejo.cache import CausalView
 from lampejo.ops import Segment
+from lampejo.server.app import make_app
+from lampejo.server.config import ServerConfig
 from lampejo.speculate import NgramDrafter
 from scripted import CHAT, CONTEXT, ids_of, knowing, make_llm, random_target, scripted_llm
 from server_app import CALLING, ask, chat, client_of, events, model_saying, text_of, thinking_model
@@ -277,14 +280,59 @@ async def test_a_body_over_the_limit_is_refused_while_it_is_read():
             assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
 
 
-async def test_a_prompt_beyond_the_context_is_refused_before_any_work():
-    """B5: 400 that tells both lengths."""
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+async def test_a_body_that_says_it_is_over_the_limit_is_refused_before_it_is_read(path):
+    """O5: 413 at once. Fault: megabytes of what is refused anyway are collected."""
+    sent = []
+
+    async def parts():
+        for _ in range(100):
+            sent.append(1)
+            yield b" " * 10
+
     with model_saying("Hello") as llm:
+        app = make_app(llm, ServerConfig(max_body_bytes=500))
+        seen = []
+
+        async def before_the_rest_is_thrown_away(scope, receive, send):
+            async def send_seen(message):
+                if message["type"] == "http.response.start":
+                    seen.append((message["status"], len(sent)))
+                await send(message)
+
+            await app(scope, receive, send_seen)
+
+        transport = httpx.ASGITransport(before_the_rest_is_thrown_away)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for length in ({"Content-Length": "1000"}, {}):
+                sent.clear()
+                headers = {"Content-Type": "application/json", **length}
+                response = await client.post(path, content=parts(), headers=headers)
+                assert response.status_code == 413, response.text
+    assert seen == [(413, 0), (413, 51)]
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 9 * CONTEXT])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_prompt_beyond_the_context_is_refused_in_the_words_that_clients_look_for(path, num_more):
+    """B5, O5: 400 before any work. Fault: an agent that would shorten its chat and go on takes it for the end."""
+    text = ("xy" * CONTEXT * 5)[: CONTEXT + num_more]
+    chats = {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
+    bodies = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}}
+    param = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    with model_saying("Hello") as llm:
+        llm.chat_template = "{{ messages[0].content }}"
         async with client_of(llm) as client:
-            response = await ask(client, chat("x" * CONTEXT, stream=True))
-            assert response.status_code == 400
-            assert str(CONTEXT) in response.json()["error"]["message"]
+            response = await ask(client, {**bodies.get(path, chats), "stream": True}, path)
             assert llm.engine.scheduler.num_queried_tokens == 0
+    error = response.json()["error"]
+    counted = str(len(text)) if num_more <= 1 else f"more than {CONTEXT}"
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    if path == "/v1/messages":
+        assert error["message"] == f"prompt is too long: {counted} tokens > {CONTEXT - 1} maximum"
+        return
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert f"maximum context length is {CONTEXT} tokens; the prompt has {counted}." in error["message"]
 
 
 async def test_another_model_than_the_one_that_is_here_is_refused():

@@ -175,6 +175,19 @@ async def test_errors_name_the_field_of_the_api_that_was_called(path, fields, na
     assert error["message"][len(named)] in " :" and (path == MESSAGES or error["param"] == named)
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (RESPONSES, "max_output_tokens")]
+)
+async def test_an_error_about_two_fields_names_both_as_its_api_does(path, name):
+    """P1. Fault: a caller of Responses is told of ``max_tokens``, which that API refuses."""
+    with thinking_model("Hello") as llm:
+        async with client_of(llm) as client:
+            response = await client.post(path, json={**SOUND[path], name: 5, "min_tokens": 6})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "min_tokens")
+    assert error["message"] == f"min_tokens is 6, which is larger than {name} (5)."
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_errors_echo_little_of_what_they_are_about(path):
     """O5. Fault: a megabyte in a field comes back as a megabyte of error."""

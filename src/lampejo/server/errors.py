@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lampejo.errors import UserError
+from lampejo.errors import PromptTooLong, UserError
 
 BAD_REQUEST, NOT_FOUND, TOO_LARGE, NOT_JSON = 400, 404, 413, 415
 TOO_MANY, BROKEN, UNAVAILABLE, TIMED_OUT = 429, 500, 503, 504
@@ -55,6 +55,21 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
+class ContextExceeded(ApiError):
+    """400: the prompt has no room in the context. Clients that shorten it and try again know it by OpenAI's code, or by
+    words of the message, which differ between the two."""
+
+    def __init__(self, error: PromptTooLong, param: str) -> None:
+        most, counted = error.max_context, error.num_tokens
+        message = f"This model's maximum context length is {most} tokens; the prompt has {counted}. {error.remedy}"
+        super().__init__(BAD_REQUEST, message, param=param, code="context_length_exceeded")
+        # One token of the context is the answer's.
+        self._of_anthropic = f"prompt is too long: {counted} tokens > {most - 1} maximum"
+
+    def anthropic(self) -> dict[str, Any]:
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": self._of_anthropic}}
+
+
 def refused(param: str, message: str) -> ApiError:
     """400: a field of the body that cannot be honoured."""
     return ApiError(BAD_REQUEST, f"{param}: {message}", param=param)
@@ -63,8 +78,12 @@ def refused(param: str, message: str) -> ApiError:
 def from_user_error(error: UserError, names: Mapping[str, str] | None = None) -> ApiError:
     """400; ``param`` is the field of the request that it is about. names: how the API that was called calls it, where
     that differs from the engine's name; what stands inside of such a field is not told, since that differs too."""
-    field = error.field
+    field, names = error.field, names or {}
+    if isinstance(error, PromptTooLong):
+        return ContextExceeded(error, names.get("messages", "messages"))
     if field is None:
         return ApiError(BAD_REQUEST, str(error))
-    told = (names or {}).get(re.split(r"[.\[]", field)[0], field)
-    return ApiError(BAD_REQUEST, told + str(error)[len(field) :], param=told)
+    told, complaint = names.get(re.split(r"[.\[]", field)[0], field), str(error)[len(field) :]
+    if field == "min_tokens":  # the one complaint that names a second field
+        complaint = complaint.replace("max_tokens", names.get("max_tokens", "max_tokens"))
+    return ApiError(BAD_REQUEST, told + complaint, param=told)

@@ -59,7 +59,7 @@ class CompletionBody(SamplingBody):
             if self.stream:
                 raise refused("prompt_logprobs", "they are not told in streams.")
             params["prompt_logprobs"] = max(self.prompt_logprobs, params.get("prompt_logprobs", 0))
-        names = {}
+        names = {"messages": "prompt"}
         if (budget := self.budget()) is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
         return Job(self.prompts, params, self.answers, names=names)
