@@ -162,10 +162,13 @@ uint8_t* group_of(uint8_t* packed, int kind, int groups, int row, int g) {
     return packed + (static_cast<size_t>(row / 8) * groups + g) * (kind == Q4 ? 160 : 272);
 }
 
-void put_nibbles(uint8_t* codes, int lane, const int* values) {  // 32 codes of a row into its lane of the 128 bytes
-    for (int v = 0; v < 4; v++)
-        for (int i = 0; i < 4; i++)
-            codes[32 * v + 4 * lane + i] = static_cast<uint8_t>(values[8 * v + i] | values[8 * v + 4 + i] << 4);
+void put_nibbles(uint8_t* codes, int lane, const uint8_t* values) {  // 32 codes of a row into its lane of the 128 bytes
+    for (int v = 0; v < 4; v++) {
+        uint32_t low, high;  // four codes each
+        std::memcpy(&low, values + 8 * v, 4), std::memcpy(&high, values + 8 * v + 4, 4);
+        low |= high << 4;
+        std::memcpy(codes + 32 * v + 4 * lane, &low, 4);
+    }
 }
 
 void put_u16(uint8_t* p, int lane, uint16_t x) { std::memcpy(p + 2 * lane, &x, 2); }
@@ -177,7 +180,7 @@ bool pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
     for (int g = 0; g < groups; g++) {
         uint8_t* to = group_of(packed, kind, groups, row, g);
         const int count = std::max(0, std::min(32, num_in - 32 * g));
-        int codes[32] = {};
+        uint8_t codes[32] = {};
         if (kind == Q4K) {  // only from Q4_K: its numbers are kept as they are
             const uint8_t* b = source + static_cast<size_t>(g / 8) * 144;
             uint8_t* super = to - 160 - g % 8 * 128;
@@ -189,14 +192,15 @@ bool pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
             six_bits(b + 4, g % 8, &scale, &minimum);
             super[32 + 16 * (g % 8) + lane] = static_cast<uint8_t>(scale);
             super[32 + 16 * (g % 8) + 8 + lane] = static_cast<uint8_t>(minimum);
-            for (int j = 0; j < 32; j++) codes[j] = b[16 + g % 8 / 2 * 32 + j] >> (g % 2 ? 4 : 0) & 15;
+            const uint8_t* nibbles = b + 16 + g % 8 / 2 * 32;
+            for (int j = 0; j < 32; j++) codes[j] = nibbles[j] >> (g % 2 ? 4 : 0) & 15;
             put_nibbles(to, lane, codes);
         } else if (kind == Q4) {
             uint16_t scale, minimum;
             if (type == Q4_0 || type == Q4_1) {
                 const uint8_t* b = source + static_cast<size_t>(g) * (type == Q4_0 ? 18 : 20);
                 const int head = type == Q4_0 ? 2 : 4;
-                for (int j = 0; j < 32; j++) codes[j] = b[head + j % 16] >> (j < 16 ? 0 : 4) & 15;
+                for (int j = 0; j < 16; j++) codes[j] = b[head + j] & 15, codes[16 + j] = b[head + j] >> 4;
                 scale = read_u16(b);
                 minimum = type == Q4_1 ? read_u16(b + 2) : to_f16(-8 * from_f16(scale));  // exact: a power of two
             } else {
@@ -207,7 +211,7 @@ bool pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
                 scale = to_f16((high - low) / 15), minimum = to_f16(low);
                 const float d = from_f16(scale), m = from_f16(minimum);
                 for (int j = 0; j < count; j++)
-                    codes[j] = d > 0 ? std::clamp(static_cast<int>(std::nearbyint((x[j] - m) / d)), 0, 15) : 0;
+                    codes[j] = static_cast<uint8_t>(d > 0 ? std::clamp(static_cast<int>(std::nearbyint((x[j] - m) / d)), 0, 15) : 0);
             }
             finite &= is_finite(scale) && is_finite(minimum);
             put_nibbles(to, lane, codes);
@@ -218,7 +222,7 @@ bool pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
             if (type == Q8_0) {
                 const uint8_t* b = source + static_cast<size_t>(g) * 34;
                 scale = read_u16(b);
-                for (int j = 0; j < 32; j++) codes[j] = static_cast<int8_t>(b[2 + j]);
+                std::memcpy(codes, b + 2, 32);
             } else {
                 float x[32] = {}, largest = 0;
                 to_floats(type, source, 32 * g, count, x);
@@ -227,9 +231,9 @@ bool pack_row(int kind, uint8_t* packed, int num_in, int type, const uint8_t* so
                 scale = to_f16(largest / 127);
                 const float d = from_f16(scale);
                 for (int j = 0; j < count; j++)
-                    codes[j] = d > 0 ? std::clamp(static_cast<int>(std::nearbyint(x[j] / d)), -127, 127) : 0;
+                    codes[j] = static_cast<uint8_t>(d > 0 ? std::clamp(static_cast<int>(std::nearbyint(x[j] / d)), -127, 127) : 0);
             }
-            for (int j = 0; j < 32; j++) to[j / 4 * 32 + 4 * lane + j % 4] = static_cast<uint8_t>(codes[j]);
+            for (int j = 0; j < 32; j += 4) std::memcpy(to + 8 * j + 4 * lane, codes + j, 4);
             finite &= is_finite(scale);
             put_u16(to + 256, lane, scale);
         }

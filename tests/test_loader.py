@@ -22,6 +22,7 @@ from lampejo.errors import UserError
 from lampejo.loader import load_model
 from lampejo.models.dflash import DFlash
 from lampejo.models.llama import Llama
+from lampejo.models.targets import make_target
 from lampejo.ops.cpu import instruction_set
 from lampejo.ops.cpu.library import LIBRARY, Q8
 from lampejo.ops.reference import KEY_CHUNK
@@ -30,7 +31,7 @@ from lampejo.terminal import memory_words
 from lampejo.weights.checkpoint import Checkpoint, open_checkpoint
 from lampejo.weights.describe import describe, facts
 from oracle import make_qwen3_5, save
-from tiny import TINY_DRAFTER, make_drafter
+from tiny import TINY, TINY_DRAFTER, make_drafter
 
 SIZES = {"vocab_size": 260, "hidden_size": 32}
 OPEN_FILES = Path("/proc/self/fd")
@@ -329,3 +330,11 @@ def test_the_default_pool_of_a_long_context_does_not_ask_for_it_twice():
     """Fault: memory for two requests of 131,072 tokens where one was asked for."""
     assert EngineConfig().resolve(131_072).num_pages == (131_072 + 8192) // 32
     assert EngineConfig().resolve(2048).num_pages == 2 * 2048 // 32
+
+
+def test_models_that_wait_for_their_weights_draw_no_random_ones(monkeypatch: pytest.MonkeyPatch):
+    """On the meta device they would be lost, and PyTorch imports its compiler to draw them: two seconds of a start."""
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda *_: pytest.fail("random values were drawn"))
+    with torch.device("meta"):
+        make_target(TINY)
+        DFlash(replace(TINY_DRAFTER, markov_rank=4))

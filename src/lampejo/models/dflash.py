@@ -21,7 +21,7 @@ from torch import nn
 
 from lampejo.models import layers
 from lampejo.models.config import DrafterConfig
-from lampejo.models.layers import Attend, Linear, RMSNorm, Rope, Rotation
+from lampejo.models.layers import Attend, Embedding, Linear, RMSNorm, Rope, Rotation
 
 
 class ContextStore(Protocol):
@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, num_draft_ids: int, rank: int) -> None:
         super().__init__()
-        self.predecessor = nn.Embedding(num_draft_ids + 1, rank)
+        self.predecessor = Embedding(num_draft_ids + 1, rank)
         self.successor = Linear(rank, num_draft_ids)
 
     def forward(self, draft_ids: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class DFlash(nn.Module):
         self.rope = Rope(config.rope, config.head_dim)
         num_draft_ids = config.draft_vocab_size or config.vocab_size
         self.markov_head = MarkovHead(num_draft_ids, config.markov_rank) if config.markov_rank else None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head = Linear(config.hidden_size, num_draft_ids) if config.own_head else None
         if config.draft_vocab_size:
             self.register_buffer("draft_token_ids", torch.empty(config.draft_vocab_size, dtype=torch.int32))

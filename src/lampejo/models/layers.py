@@ -55,6 +55,13 @@ class Linear(nn.Module):
         return part
 
 
+class Embedding(nn.Embedding):
+    """``weight`` [N, K], left without values until it is loaded."""
+
+    def reset_parameters(self) -> None:
+        """PyTorch would draw random values here, and on the meta device import its compiler for that: two seconds."""
+
+
 class RMSNorm(nn.Module):
     """Multiplies by ``weight``; with ``offset`` by 1 + weight."""
 
@@ -200,7 +207,7 @@ def _scaled_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, layers: Iterable[Layer]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
 
