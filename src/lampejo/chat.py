@@ -1,6 +1,7 @@
 """Messages into the model's prompt: chat templates, rendered in a sandbox (case O4)."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -23,6 +24,7 @@ MAX_REPEAT = 1_000_000  # characters or items that one multiplication may make
 
 _CONTINUED = "\ue0c0\ue0de"  # private characters, put where a message is to be continued
 _PROBE = "\ue0c1{}\ue0df"  # and where it is to be seen whether a message is rendered
+_PROBES = re.compile(_PROBE.format("[0-9]+"))
 _MAX_KINDS = 100  # of messages that are remembered of one template; a request may make up roles
 
 _budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
@@ -129,8 +131,9 @@ def check_that_all_is_told(
         text = render_chat(template, looked_at, tokenizer, **template_kwargs)
     except UserError:
         return  # it looks at texts and names itself
+    found = set(_PROBES.findall(text))
     for i in marked:
-        if marks[i] not in text:
+        if marks[i] not in found:
             what = "tool calls" if kinds[i][2] else f"messages of the role {shown(kinds[i][0])}"
             raise UserError(
                 f"messages[{i}] would be lost: this model's chat template leaves out {what}, at least here.",
