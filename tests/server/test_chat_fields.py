@@ -1,6 +1,7 @@
 """Fields of /v1/chat/completions: each one honoured or refused by name; what known clients send is answered."""
 
 import math
+import threading
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from lampejo.cache import CausalView
 from lampejo.ops import Segment
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
+from lampejo.server.service import MAX_ENCODED_BYTES
 from lampejo.speculate import NgramDrafter
 from scripted import CHAT, CONTEXT, ids_of, knowing, make_llm, random_target, scripted_llm
 from server_app import CALLING, ask, chat, client_of, events, model_saying, text_of, thinking_model
@@ -310,6 +312,41 @@ async def test_a_body_that_says_it_is_over_the_limit_is_refused_before_it_is_rea
                 response = await client.post(path, content=parts(), headers=headers)
                 assert response.status_code == 413, response.text
     assert seen == [(413, 0), (413, 51)]
+
+
+async def test_a_text_that_is_only_counted_has_a_bound_of_its_own():
+    """O5: 413 beyond what takes seconds; what fills the context several times over is counted."""
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            long, longer = "x" * (4 * CONTEXT), "x" * MAX_ENCODED_BYTES
+            for path, field in (("/tokenize", "count"), ("/v1/messages/count_tokens", "input_tokens")):
+                assert (await ask(client, chat(long), path)).json()[field] > 4 * CONTEXT
+                assert (await ask(client, chat(longer), path)).status_code == 413
+            llm.max_context = MAX_ENCODED_BYTES
+            assert (await ask(client, {"prompt": longer}, "/tokenize")).json()["count"] == MAX_ENCODED_BYTES
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+async def test_counting_a_long_text_leaves_the_event_loop_alone(path, monkeypatch):
+    """Issue 5, serving engine. Fault: running streams stand still while ids are made, spelled and written."""
+    threads = []
+
+    def noted(work):
+        def noting(*args, **kwargs):
+            threads.append(threading.get_ident())
+            return work(*args, **kwargs)
+
+        return noting
+
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            for name in ("encode", "decode", "token_text"):
+                monkeypatch.setattr(llm.tokenizer, name, noted(getattr(llm.tokenizer, name)))
+            monkeypatch.setattr(llm, "encode", noted(llm.encode))
+            body = {"tokens": [5, 6]} if path == "/detokenize" else chat(return_token_strs=True)
+            response = await ask(client, body, path)
+    assert response.status_code == 200, response.text
+    assert len(threads) >= 2 and threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("num_more", [0, 1, 9 * CONTEXT])

@@ -20,7 +20,7 @@ from lampejo import request as engine
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.errors import UserError
 from lampejo.server.anthropic_body import MessagesBody, PromptBody
-from lampejo.server.chat_job import chat_job
+from lampejo.server.chat_job import chat_job_of
 from lampejo.server.errors import ApiError, from_user_error
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import JsonResponse, event
@@ -38,7 +38,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         """An answer to a chat, whole or as server-sent events."""
         body = await read(request, MessagesBody, service.config.max_body_bytes)
         name = names.check(body.model)
-        job = chat_job(body.chat(), service.style)
+        job = await chat_job_of(body, service.style)
         head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": name}
         writer = MessageWriter(head, body.shows_thinking)
         return await respond(request, service, job, writer, body.stream)
@@ -46,9 +46,9 @@ def routes(service: Service, names: ModelName) -> APIRouter:
     @router.post("/v1/messages/count_tokens", tags=["anthropic"], openapi_extra=schema_of(PromptBody))
     async def count_tokens(request: Request) -> Response:
         """How many tokens a chat has as a prompt."""
-        body = await read(request, PromptBody, service.config.max_body_bytes)
+        body = await read(request, PromptBody, service.max_encoded_bytes)
         names.check(body.model)
-        job = chat_job(body.chat(), service.style)
+        job = await chat_job_of(body, service.style)
         try:
             ids = await run_in_threadpool(llm.encode, job.prompts[0], **job.params["chat_template_kwargs"])
         except UserError as error:

@@ -1,10 +1,11 @@
 """A chat of any protocol as a job: messages in the form that templates read, tools, and what takes the answer apart."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lampejo.answer import Style
 from lampejo.errors import UserError, shown
@@ -30,6 +31,17 @@ class Chat:
     response_format: Mapping[str, Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+
+
+class ChatBody(Protocol):
+    """A body of any protocol that asks for a chat."""
+
+    def chat(self) -> Chat: ...
+
+
+async def chat_job_of(body: ChatBody, style: Style) -> Job:
+    """``chat_job`` in another thread: a body has room for 300,000 messages, which take seconds."""
+    return await asyncio.to_thread(lambda: chat_job(body.chat(), style))
 
 
 def chat_job(chat: Chat, style: Style) -> Job:

@@ -18,7 +18,7 @@ from lampejo.accept import TokenLogprobs
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.api import Chunk
 from lampejo.errors import shown
-from lampejo.server.chat_job import Chat, chat_job
+from lampejo.server.chat_job import Chat, chat_job_of
 from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
@@ -132,7 +132,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         body = await read(request, ChatBody, service.config.max_body_bytes)
         name = names.check(body.model)
         body.check_stream()
-        job = chat_job(body.chat(), service.style)
+        job = await chat_job_of(body, service.style)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "model": name, "system_fingerprint": system_fingerprint}
         writer = ChatWriter(service.llm.tokenizer, body, head)
         return await respond(request, service, job, writer, body.stream)

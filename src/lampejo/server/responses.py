@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
-from lampejo.server.chat_job import chat_job
+from lampejo.server.chat_job import chat_job_of
 from lampejo.server.errors import BROKEN, ApiError
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import event
@@ -36,7 +36,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         body = await read(request, ResponsesBody, service.config.max_body_bytes)
         name = names.check(body.model)
         body.check_stream()
-        job = chat_job(body.chat(), service.style)
+        job = await chat_job_of(body, service.style)
         head = {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": name, **body.echoed()}
         writer = ResponseWriter(head, body.encrypts)
         return await respond(request, service, job, writer, body.stream)

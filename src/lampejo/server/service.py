@@ -23,6 +23,8 @@ from lampejo.server.counts import Counts, Watch
 from lampejo.server.errors import BROKEN, TIMED_OUT, TOO_MANY, UNAVAILABLE, ApiError, from_user_error, refused
 from lampejo.tokenizer import Tokenizer
 
+MAX_ENCODED_BYTES = 2_000_000
+BYTES_PER_TOKEN = 16  # of JSON, more than any text has in the mean; what fills the context has to be countable
 MAX_REQUESTS = 1024  # of one job: prompts times answers to each
 
 
@@ -216,6 +218,12 @@ class Service:
     def num_waiting(self) -> int:
         """Requests that were let in and have no row yet."""
         return max(0, self.num_active - self.num_running)
+
+    @property
+    def max_encoded_bytes(self) -> int:
+        """Of a body whose text is encoded however long it is, unlike that of a prompt: some seconds of one core, and
+        what Python's other threads wait for its ids stays below some tens of milliseconds."""
+        return min(self.config.max_body_bytes, max(MAX_ENCODED_BYTES, BYTES_PER_TOKEN * self.llm.max_context))
 
     @property
     def error(self) -> BaseException | None:

@@ -53,6 +53,13 @@ def routes(service: Service, names: ModelName) -> APIRouter:
     router = APIRouter()
     llm = service.llm
 
+    def tokenized(body: TokenizeBody) -> Response:
+        ids = encode(body)
+        told: dict[str, Any] = {"count": len(ids), "max_model_len": llm.max_context, "tokens": ids}
+        if body.return_token_strs:
+            told["token_strs"] = [llm.tokenizer.token_text(token_id).text for token_id in ids]
+        return JsonResponse(told)
+
     def encode(body: TokenizeBody) -> list[int]:
         if body.messages is None:
             text = body.prompt if body.prompt is not None else body.content
@@ -69,29 +76,27 @@ def routes(service: Service, names: ModelName) -> APIRouter:
     @router.post("/tokenize", tags=["server"], openapi_extra=schema_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Ids of a text or a chat."""
-        body = await read(request, TokenizeBody, service.config.max_body_bytes)
+        body = await read(request, TokenizeBody, service.max_encoded_bytes)
         names.check(body.model)
         if (body.messages is None) == (body.prompt is None and body.content is None):
             raise refused("prompt", "give either prompt or messages.")
         try:
-            ids = await run_in_threadpool(encode, body)
+            return await run_in_threadpool(tokenized, body)
         except UserError as error:
             raise from_user_error(error) from error
-        told: dict[str, Any] = {"count": len(ids), "max_model_len": llm.max_context, "tokens": ids}
-        if body.return_token_strs:
-            told["token_strs"] = [llm.tokenizer.token_text(token_id).text for token_id in ids]
-        return JsonResponse(told)
+
+    def decoded(ids: list[int]) -> Response:
+        text = llm.tokenizer.decode(llm.encode(ids)) if ids else ""  # encoded for its checks
+        return JsonResponse({"prompt": text, "content": text})
 
     @router.post("/detokenize", tags=["server"], openapi_extra=schema_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """Text of ids."""
-        body = await read(request, DetokenizeBody, service.config.max_body_bytes)
+        body = await read(request, DetokenizeBody, service.max_encoded_bytes)
         names.check(body.model)
         try:
-            ids = llm.encode(body.tokens) if body.tokens else []  # for its checks
-            text = await run_in_threadpool(llm.tokenizer.decode, ids)
+            return await run_in_threadpool(decoded, body.tokens)
         except UserError as error:
             raise refused("tokens", str(error)) from error
-        return JsonResponse({"prompt": text, "content": text})
 
     return router
