@@ -475,6 +475,20 @@ def test_a_fixed_width_is_filled_by_the_drafter_that_was_right_more_often() -> N
     assert text.share("dflash", 0, 1) > 0.9 and text.share("ngram", 12, 2) > 0.9
 
 
+def test_what_a_fixed_width_drafts_does_not_depend_on_how_long_it_took() -> None:
+    """So acceptance at a fixed width is the same on every machine."""
+    choices = []
+    for seconds in (1e-6, 100.0):
+        controller = WidthController(max_width=15, fixed=4)
+        offers = [RowOffer("a", "dflash", 5), RowOffer("a", "ngram", 15)]
+        for num_accepted in (4, 4, 3, 0, 1):
+            (chosen,) = controller.widths([offers])
+            choices.append(chosen)
+            result = RowResult(offers[0], 4, num_accepted)
+            controller.observe_step(5, 0.001, {"dflash": seconds}, [result])
+    assert choices[:5] == choices[5:]
+
+
 def test_a_start_far_down_the_curve_counts_as_its_last_slot() -> None:
     """A match of a thousand tokens must not make a table of a thousand rates."""
     survival = Survival()

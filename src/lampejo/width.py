@@ -175,7 +175,8 @@ class _Track:
 
 
 class WidthController:
-    """Chooses who drafts in each decode step, and how much; ``fixed`` is the user's width, always used (0 is plain).
+    """Chooses who drafts in each decode step, and how much; ``fixed`` is the user's width, always used (0 is plain) by
+    whoever is likely to have more drafts accepted: no measured time plays a part then.
 
     What is not known to pay is tried out, but on credit: all that this loses, counted in plain steps, is at most
     `CREDIT` and `ALLOWANCE` of the steps made.
@@ -200,7 +201,7 @@ class WidthController:
         """Of each row's offers the one to take, and how many drafts of it, at most what it has available: exactly this
         many are to be delivered. (None, 0) where nothing is to be drafted."""
         if self.fixed is not None:
-            picked = [self._pick(offers) for offers in rows]
+            picked = [max(offers, key=lambda offer: sum(self._curve(offer)), default=None) for offers in rows]
             return [(offer, min(self.fixed, offer.available)) if offer else (None, 0) for offer in picked]
         self._step += 1
         self._num_rows = len(rows)
