@@ -26,6 +26,7 @@ def smollm2() -> Path:
     return locate("smollm2")
 
 
+@pytest.mark.slow  # test_smollm2.py compares logits and every layer's output of the same two
 def test_smollm2_equals_what_transformers_loads_from_the_same_file(smollm2):
     """Faults: rows of q and k left in GGUF's order, a block format read wrongly, a name mapped wrongly."""
     from transformers import AutoModelForCausalLM
