@@ -87,7 +87,20 @@ def test_a_wrong_draft_at_any_slot_costs_only_the_rest_of_its_block(target, slot
     assert sum(histogram[slot + 1 :]) <= 1  # the last block may be shorter than the wrong slot
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "sampled"])
+# Choosing is the same code after every target, so the two that take longest, on the reference operations, need not show
+# it with noise each time.
+@pytest.mark.parametrize(
+    ("target", "sampling"),
+    [
+        pytest.param(name, sampling, id=f"{name}-{kind}", marks=[pytest.mark.slow] * (name in slow))
+        for kind, sampling, slow in (
+            ("greedy", {}, ()),
+            ("sampled", {"temperature": 1.0, "seed": 11}, ("reference", "hybrid")),
+        )
+        for name in ("reference", "kernels", "hybrid", "kernels_hybrid")
+    ],
+    indirect=["target"],
+)
 def test_512_tokens_after_4000_equal_plain_decoding(target, sampling):
     """L1: a short check misses faults that need length; and speculation must really have happened."""
     prompt = prompt_of(4000)

@@ -485,7 +485,7 @@ def test_what_of_a_strict_function_cannot_be_enforced_is_refused():
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_model_of_layers_with_its_drafter_keeps_to_grammars_exactly(config, sampling):
     """S1, S2: rows with and without grammars side by side, states of recurrent layers included."""
-    target, drafter = lively_pair(config)
+    target, drafter = lively_pair(config, quick=True)
     rng = random.Random(3)
     schemas = [random_schema(rng) for _ in range(10)]
 
