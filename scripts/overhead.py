@@ -43,6 +43,7 @@ class InstantRunner:
         self.logits = 2 * torch.randn(256, vocab_size, generator=torch.Generator().manual_seed(0))
         self.changed = torch.empty(0, dtype=torch.long)
         self.seconds = 0.0
+        self.num_state_slots = 0
 
     def verify(self, batch):
         started = time.perf_counter()
@@ -54,6 +55,9 @@ class InstantRunner:
         out = VerifyOutput(Scores(logits), torch.empty(len(batch.ids), 0), torch.empty(len(batch.ids), 0))
         self.seconds += time.perf_counter() - started
         return out
+
+    def commit(self, out, num_committed, saves):
+        """Nothing to keep."""
 
 
 class PerfectDrafter:

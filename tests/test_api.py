@@ -1,5 +1,6 @@
 """The Python interface: what goes in is checked before any work, and every way of asking gives the same answer."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -162,7 +163,7 @@ NO_PROMPTS: list[Any] = [5, [97], b"x", [[]], [{}], ["a", None], None, "", [], [
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=lambda prompt: repr(prompt)[:30])
 def test_what_is_no_prompt_is_refused_before_any_work(llm, prompt):
     """Bad input: also one bad prompt in a list of good ones, which are not started."""
-    for call in (llm.generate, llm.stream, llm.astream):
+    for call in (llm.generate, llm.stream, lambda prompt: asyncio.run(anext(llm.astream(prompt)))):
         with pytest.raises(UserError):
             call(prompt)
     with pytest.raises(UserError):
@@ -202,7 +203,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("params", "message"), BAD_PARAMS, ids=str)
 def test_a_bad_parameter_is_refused_by_name_before_any_work(llm, params, message):
     """P1, O5: never accepted and ignored, never another exception than UserError."""
-    for call in (llm.generate, llm.stream, llm.astream):
+    for call in (llm.generate, llm.stream, lambda *a, **k: asyncio.run(anext(llm.astream(*a, **k)))):
         with pytest.raises(UserError, match=message):
             call("a prompt", **params)
     assert llm.engine.runner.num_steps == 0

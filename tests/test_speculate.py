@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -355,18 +354,26 @@ def test_the_statistics_of_a_request_are_those_of_its_steps(target):
     assert (stats.num_accepted_draft_tokens, stats.num_committed_tokens) == (accepted, committed)
 
 
-def test_drafting_time_is_measured_per_drafter():
+def test_drafting_and_verifying_are_timed_apart(monkeypatch):
     """The controller weighs a drafter's pass against what it brings."""
-    seen = []
-    drafter = Named("dflash", lambda r, w: [time.sleep(0.003) or 5] * w)  # type: ignore[func-returns-value]
+    seen, now = [], [0.0]
+
+    def spend(seconds):
+        now[0] += seconds
+
+    for module in ("speculate", "engine"):
+        monkeypatch.setattr(f"lampejo.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    drafter = Named("dflash", lambda r, w: [spend(5.0) or 5] * w)  # type: ignore[func-returns-value]
     engine = scripted_engine(random_target(), [drafter], width=1)
+    verify = engine.runner.verify
+    engine.runner.verify = lambda batch: spend(2.0) or verify(batch)  # type: ignore[func-returns-value]
     engine.speculator.controller.observe_step = lambda n, s, d, r: seen.append((n, s, d, r))  # type: ignore
     run(engine, [make_request(ids_of("say:"), StopParams(max_tokens=6, ignore_eos=True))])
     with_drafts = [entry for entry in seen if entry[2]]
     assert with_drafts
     for num_tokens, seconds, draft_seconds, results in with_drafts:
         assert num_tokens == 2
-        assert 0 < seconds < draft_seconds["dflash"] or draft_seconds["dflash"] >= 0.003
+        assert (seconds, draft_seconds) == (2.0, {"dflash": 5.0})
         assert [result.num_drafted for result in results] == [1]
 
 

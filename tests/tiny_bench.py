@@ -11,7 +11,7 @@ from lampejo.config import EngineConfig
 from lampejo.loader import Loaded
 from lampejo.models.config import ModelConfig
 from lampejo.runner import Runner
-from lampejo.speculate import Speculator
+from lampejo.speculate import NGRAM_MAX_WIDTH, Speculator
 from lampejo.width import WidthController
 from scripted import CHAT, EOS, ScriptedRunner, Target, lively_pair, make_tokenizer
 from tiny import TINY
@@ -39,7 +39,7 @@ def config_of(max_context: int = CONTEXT) -> EngineConfig:
 def loaded_of(runner: Any, eos_ids: tuple[int, ...] = (EOS,)) -> Loaded:
     return Loaded(
         runner=runner,
-        speculator=Speculator([], WidthController(1)),
+        speculator=Speculator([], WidthController(NGRAM_MAX_WIDTH)),
         tokenizer=make_tokenizer(),
         chat_template=CHAT,
         generation_defaults={},

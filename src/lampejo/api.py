@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -37,8 +38,9 @@ class Completion:
     """A finished answer. ``ids``, ``logprobs`` (if asked for) and ``origins`` have one entry per token.
 
     ``origins`` tells who proposed a token: "target", "dflash" or "ngram". ``timings`` in seconds from submission to
-    the step that committed the token, however late it is read; ``speculation`` is the statistics object of case V2.
-    ``stop_match`` is the stop string before which the text was cut, None if it was not.
+    the step that committed the token, however late it is read; ``speculation`` is the statistics object of its drafts.
+    ``stop_match`` is the stop string before which the text was cut, None if it was not. ``prompt_logprobs`` (if asked
+    for, else empty) has one entry per token of the prompt after the first.
     """
 
     text: str
@@ -51,6 +53,7 @@ class Completion:
     origins: list[str]
     timings: dict[str, float]
     speculation: dict[str, Any]
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -112,6 +115,7 @@ class Progress:
             origins=request.origins,
             timings=timings,
             speculation=request.stats.as_dict(),
+            prompt_logprobs=request.of_prompt,
         )
         return Chunk(delta.text, delta.ids, delta.origins, delta.logprobs, delta.finish_reason, completion)
 
@@ -175,13 +179,21 @@ class LLM:
     async def agenerate(self, prompt: Prompt | Sequence[Prompt], **params: Any) -> Any:
         """``generate`` for a running event loop."""
         prompts, single = _as_prompts(prompt)
-        requests = [self.make_request(p, **params) for p in prompts]
-        done = await asyncio.gather(*(self._agenerate(request) for request in requests))
+        requests = [await asyncio.to_thread(self.make_request, p, **params) for p in prompts]
+        try:
+            done = await asyncio.gather(*(self._agenerate(request) for request in requests))
+        except BaseException:
+            for request in requests:
+                self.frontend.abort(request)
+            raise
         return done[0] if single else list(done)
 
-    def astream(self, prompt: Prompt, **params: Any) -> AsyncGenerator[Chunk, None]:
-        """``stream`` for a running event loop. Cancellation aborts the request."""
-        return self._achunks(self.make_request(prompt, **params))
+    async def astream(self, prompt: Prompt, **params: Any) -> AsyncGenerator[Chunk, None]:
+        """``stream`` for a running event loop. Mistakes are told with the first piece; cancelling aborts."""
+        request = await asyncio.to_thread(self.make_request, prompt, **params)  # encoding and grammars take their time
+        async with aclosing(self._achunks(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def make_request(
         self,

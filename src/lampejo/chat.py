@@ -1,4 +1,4 @@
-"""Messages into the model's prompt: chat templates, rendered in a sandbox (case O4)."""
+"""Messages into the model's prompt: chat templates, rendered in a sandbox."""
 
 import json
 import re

@@ -177,7 +177,7 @@ def _possible(arms: Sequence[str], loaded: Loaded, results: Results) -> list[str
 
 
 def _model(loaded: Loaded, options: BenchOptions) -> dict[str, Any]:
-    """The mode that the figures hold for (case V3)."""
+    """The mode that the figures hold for."""
     template = loaded.chat_template
     suite = options.suite
     return {

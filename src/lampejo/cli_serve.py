@@ -23,7 +23,7 @@ from lampejo.terminal import drafting_mode, memory_words
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """allow_plain: serve without the drafter if it cannot be loaded (C9); access_log: a line of JSON per call."""
+    """allow_plain: serve without the drafter if it cannot be loaded; access_log: a line of JSON per call."""
 
     model: ModelOptions
     server: ServerConfig
@@ -49,7 +49,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def banner(llm: LLM, config: ServerConfig, url: str) -> list[str]:
-    """What a person wants to know at the start, C9 among it."""
+    """What a person wants to know at the start, above all how it decodes."""
     info = llm.info
     names = [*config.names, info["model"]]
     keys = len(config.security.api_keys)
@@ -95,7 +95,7 @@ def _load(options: ServeOptions) -> LLM:
 
 
 class Server(uvicorn.Server):
-    """Ends as O1 wants: told to end, it refuses new requests, ends those that run, and goes; told again, it cuts them
+    """Ends in order: told to end, it refuses new requests, ends those that run, and goes; told again, it cuts them
     off, as it does when the grace time is over."""
 
     def __init__(self, app: object, config: ServerConfig) -> None:

@@ -109,7 +109,8 @@ class DFlashDrafter:
             pending = self._pending.get(row.request.id)
             if pending is None or pending.start + pending.num_tokens != segment.position:  # new, or preempted meanwhile
                 pending = self._pending[row.request.id] = _Pending(segment.position, [])
-            pending.taps.append(taps if count == len(taps) else taps[segment.start : segment.start + count])
+            own = taps[segment.start : segment.start + count]
+            pending.taps.append(own if count == len(taps) else own.clone())  # a view would keep the whole step's
             pending.num_tokens += count
             if (pending.start + pending.num_tokens) // page_size > pending.start // page_size:
                 full.append(row.request)

@@ -129,4 +129,7 @@ def make_speculators(
             drafters[arm] = [NgramDrafter(), *dflash()]
     if rates is not None:
         drafters[SYNTHETIC] = [SyntheticDrafter(rates, runner.target.config.vocab_size, next(iter(dflash()), None))]
-    return {arm: Speculator(mine, RecordingController(NGRAM_MAX_WIDTH, width)) for arm, mine in drafters.items()}
+    return {
+        arm: Speculator(mine, RecordingController(loaded.speculator.controller.max_width, width))
+        for arm, mine in drafters.items()
+    }

@@ -143,7 +143,7 @@ def terminal(found: Mapping[str, Any], notes: Sequence[str]) -> str:
 
 
 def headline(found: Mapping[str, Any]) -> str:
-    """The mode that the figures hold for (case V3)."""
+    """The mode that the figures hold for."""
     model, machine = found["model"], found["machine"]
     lines = [
         f"{model['model']}, {model['quantization']}",

@@ -1,5 +1,5 @@
 """What is asked: own prompts by category, as people write them. Nothing here is random, and every answer ends where the
-model ends it or at ``max_tokens``: acceptance measured on anything else is false (case V4).
+model ends it or at ``max_tokens``: acceptance measured on anything else is false.
 """
 
 import json
