@@ -24,8 +24,9 @@ test: $(DEV)
 	$(BIN)/lampejo pull $(MODEL)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/mypy & types=$$!; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"; tests=$$?; \
+	  wait $$types && exit $$tests
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_cli.py
@@ -44,6 +45,7 @@ $(INSTALLED): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PIP) install -qq -e .
 	@touch $@
 
+# By name, as what is there: from its path the package would be built again, kernels included.
 $(DEV): $(INSTALLED)
-	$(PIP) install -qq -e ".[dev]"
+	$(PIP) install -qq "lampejo[dev]"
 	@touch $@

@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mktemp -d); trap 'rm -rf "$out"' EXIT
-common="-std=c++17 -O1 -g -Wall -Wextra -ffp-contract=off -pthread"
+# -g1: lines for the reports of the sanitizers; to keep track of variables too takes as long as all the rest.
+common="-std=c++17 -O1 -g1 -Wall -Wextra -ffp-contract=off -pthread"
 x86="-mavx2 -mfma -mf16c"
 vnni="$x86 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx512vnni -Wno-maybe-uninitialized"
 hashes=()
