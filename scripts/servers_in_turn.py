@@ -1,7 +1,7 @@
 """Output speed and time to first token of OpenAI-compatible servers under the same load, in turn.
 
-The bench's own prompts, each in a stream of its own, so many at once. A round asks each server once; the first one is not
-counted. The last line is JSON: medians over the rounds, and of the time to first token over all answers.
+The bench's own prompts, each in a stream of its own, so many at once. A round asks each server once; the first does not
+count. The last line is JSON: medians over the rounds, and of the time to first token over all answers.
 
     llama-server -m model.gguf -np 8 -c 16384 --port 8080 &
     lampejo serve model.gguf &

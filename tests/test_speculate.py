@@ -377,6 +377,19 @@ def test_drafting_and_verifying_are_timed_apart(monkeypatch):
         assert [result.num_drafted for result in results] == [1]
 
 
+def test_beside_a_prompt_acceptance_is_learnt_and_time_is_not():
+    """V1: whose share of a step the prompt took nobody knows, but a rejected draft is one."""
+    seen = []
+    engine = scripted_engine(
+        random_target(), [Named("dflash", lambda r, w: [5] * w)], width=2, max_rows=2, token_budget=8
+    )
+    engine.speculator.controller.observe_step = lambda n, s, d, r: seen.append((n, s, r))  # type: ignore
+    run(engine, [make_request(ids_of(text), StopParams(max_tokens=30, ignore_eos=True)) for text in ("a", "b" * 40)])
+    beside = [(n, results) for n, seconds, results in seen if seconds is None]
+    assert len(beside) > 3 and all(n == 3 and [r.num_drafted for r in results] == [2] for n, results in beside[:3])
+    assert any(seconds is not None for _, seconds, _ in seen)
+
+
 def test_a_drafter_that_is_not_asked_enters_its_context_page_by_page():
     """V1: fault: a parked drafter that costs a pass of its own for every token."""
     engine = make_engine(make_target(), drafter=make_drafter(), dflash=True, page_size=8)

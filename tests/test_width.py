@@ -499,3 +499,15 @@ def test_a_start_far_down_the_curve_counts_as_its_last_slot() -> None:
         3, LAST_SLOT
     )
     assert survival.rate(0) == 0.7
+
+
+def test_drafts_that_fail_beside_prompts_are_given_up_too() -> None:
+    """V1. Fault: on a busy server nearly every step holds a chunk of a prompt, and nothing was learnt from those."""
+    controller, offer, num_drafting = WidthController(max_width=5), RowOffer("a", "dflash", 5), 0
+    for step in range(1000):
+        ((chosen, width),) = controller.widths([[offer]])
+        results = [RowResult(chosen, width, 0)] if chosen else []
+        seconds = 0.01 * (1 + 0.4 * width) if step < 10 else None
+        controller.observe_step(1 + width, seconds, {"dflash": 0.002} if results else {}, results)
+        num_drafting += step >= 10 and width > 0
+    assert num_drafting < 50

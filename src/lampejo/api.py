@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast
 
 from lampejo.accept import TokenLogprobs
 from lampejo.answer import Start, start_of, style_of
-from lampejo.chat import check_that_all_is_told, render_chat
+from lampejo.chat import check_template_kwargs, check_that_all_is_told, render_chat
 from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.errors import PromptTooLong, UserError, shown
@@ -30,7 +30,6 @@ _BYTES = (bytes, bytearray, memoryview)
 _PROMPT_REMEDY = "Give text, a list of token ids, or a list of messages."
 _SAMPLING_NAMES = tuple(f.name for f in fields(SamplingParams))
 _STOP_NAMES = tuple(f.name for f in fields(StopParams))
-_NOT_FOR_TEMPLATES = ("self", "prompt", "template", "messages", "tokenizer")  # what we pass on under these names
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class LLM:
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         template_kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
-        _check_template_kwargs(template_kwargs)
+        check_template_kwargs(template_kwargs)
         sampling_given = self.generation_defaults | {k: v for k, v in given.items() if k in _SAMPLING_NAMES}
         sampling = SamplingParams(**sampling_given)
         stops = StopParams(**{k: v for k, v in given.items() if k in _STOP_NAMES})
@@ -365,25 +364,6 @@ def load(
         raise UserError(f"config must be an EngineConfig, not {config!r}.", "Import it from lampejo, or leave it out.")
     loaded, config = load_model(model, drafter, config, threads, target_layer_ids)
     return LLM(loaded if thinking is None else with_thinking(loaded, thinking), config)
-
-
-def _check_template_kwargs(kwargs: Any) -> None:
-    if not isinstance(kwargs, Mapping):
-        message = f"chat_template_kwargs must map names to values, not be {shown(kwargs)}."
-        raise UserError(message, field="chat_template_kwargs")
-    for name in kwargs:
-        if not isinstance(name, str):
-            message = f"chat_template_kwargs has the key {shown(name)}; names are strings."
-            raise UserError(message, field="chat_template_kwargs")
-        if name in _NOT_FOR_TEMPLATES:
-            message = f"chat_template_kwargs cannot set {name!r}."
-            raise UserError(message, "Leave it out: the request itself sets it.", field="chat_template_kwargs")
-    tools = kwargs.get("tools")
-    if tools is not None and not (
-        isinstance(tools, Sequence) and not isinstance(tools, str) and all(isinstance(tool, Mapping) for tool in tools)
-    ):
-        message = f"chat_template_kwargs has tools, which must be a list of objects, not {shown(tools)}."
-        raise UserError(message, field="chat_template_kwargs")
 
 
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:

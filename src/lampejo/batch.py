@@ -23,6 +23,7 @@ class Batch:
     slots: torch.Tensor  # [T], page * page_size + offset
     logit_index: torch.Tensor  # [L], tokens after which a token is chosen
     verify_rows: list[VerifyRow]  # the rows that have logits, in order
+    verified: list[ScheduledRow]  # the same as they were scheduled
 
 
 def make_batch(
@@ -37,7 +38,7 @@ def make_batch(
     positions: list[int] = []
     slots: list[int] = []
     logit_index: list[int] = []
-    segments, verify_rows = [], []
+    segments, verify_rows, verified = [], [], []
     for row, draft in zip(rows, drafts, strict=True):
         request, first = row.request, row.request.num_computed
         tokens = request.ids[first : first + row.num_known] + list(draft)
@@ -47,6 +48,7 @@ def make_batch(
             masks = request.guide.masks(draft) if request.guide else []
             end = len(ids) + len(tokens)
             logit_index += range(end - len(draft) - 1, end)
+            verified.append(row)
             verify_rows.append(
                 VerifyRow(
                     drafts=draft,
@@ -66,4 +68,4 @@ def make_batch(
     lists = (ids, positions, slots, logit_index)
     flat = torch.tensor([x for values in lists for x in values], dtype=torch.long, device=device)  # one transfer
     tensors = dict(zip(("ids", "positions", "slots", "logit_index"), flat.split([len(x) for x in lists]), strict=True))
-    return Batch(rows, drafts, segments, **tensors, verify_rows=verify_rows)
+    return Batch(rows, drafts, segments, **tensors, verify_rows=verify_rows, verified=verified)

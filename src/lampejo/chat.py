@@ -28,6 +28,7 @@ _PROBES = re.compile(_PROBE.format("[0-9]+"))
 _MAX_KINDS = 100  # of messages that are remembered of one template; a request may make up roles
 
 _budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
+_NOT_FOR_TEMPLATES = ("self", "prompt", "template", "messages", "tokenizer")  # what we pass on under these names
 
 
 def render_chat(
@@ -165,6 +166,26 @@ def _marked(message: Mapping[str, Any], mark: str) -> Mapping[str, Any] | None:
     if isinstance(content, list) and content and content[-1]["text"]:
         return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}
     return None
+
+
+def check_template_kwargs(kwargs: Any) -> None:
+    """``UserError`` for arguments of a request's own that no template can be given."""
+    if not isinstance(kwargs, Mapping):
+        message = f"chat_template_kwargs must map names to values, not be {shown(kwargs)}."
+        raise UserError(message, field="chat_template_kwargs")
+    for name in kwargs:
+        if not isinstance(name, str):
+            message = f"chat_template_kwargs has the key {shown(name)}; names are strings."
+            raise UserError(message, field="chat_template_kwargs")
+        if name in _NOT_FOR_TEMPLATES:
+            message = f"chat_template_kwargs cannot set {name!r}."
+            raise UserError(message, "Leave it out: the request itself sets it.", field="chat_template_kwargs")
+    tools = kwargs.get("tools")
+    if tools is not None and not (
+        isinstance(tools, Sequence) and not isinstance(tools, str) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        message = f"chat_template_kwargs has tools, which must be a list of objects, not {shown(tools)}."
+        raise UserError(message, field="chat_template_kwargs")
 
 
 def _bare(error: object) -> str:

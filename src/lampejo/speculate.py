@@ -201,15 +201,16 @@ class Speculator:
             return
         for drafter in self.drafters:
             drafter.observe(batch, taps, num_committed)
-        # Decoding alone: a chunk of a prompt may have one token too, but gets no verdict.
-        num_decoding = len(batch.rows) + sum(map(len, batch.drafts))
-        if len(verdicts) == len(batch.rows) and len(batch.ids) == num_decoding:
-            results = [
-                RowResult(self._chosen[row.request.id], num_proposed, verdict.num_accepted)
-                for row, verdict in zip(batch.rows, verdicts, strict=True)
-                if (num_proposed := self._num_proposed.get(row.request.id))
-            ]
-            self.controller.observe_step(len(batch.ids), seconds, self._draft_seconds, results)
+        results = [
+            RowResult(self._chosen[row.request.id], num_proposed, verdict.num_accepted)
+            for row, verdict in zip(batch.verified, verdicts, strict=True)
+            if (num_proposed := self._num_proposed.get(row.request.id))
+        ]
+        num_tokens = len(verdicts) + sum(map(len, batch.drafts))
+        # A row that reaches the end of its prompt is verified too; it has more tokens than its one and its drafts.
+        is_alone = len(verdicts) == len(batch.rows) and len(batch.ids) == num_tokens
+        if is_alone or results:
+            self.controller.observe_step(num_tokens, seconds if is_alone else None, self._draft_seconds, results)
 
     def forget(self, request: Request) -> None:
         self._chosen.pop(request.id, None)

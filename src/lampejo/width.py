@@ -212,16 +212,25 @@ class WidthController:
         return [(offer, width) if width else (None, 0) for offer, width in chosen]
 
     def observe_step(
-        self, num_tokens: int, verify_seconds: float, draft_seconds: Mapping[Kind, float], results: Sequence[RowResult]
+        self,
+        num_tokens: int,
+        verify_seconds: float | None,
+        draft_seconds: Mapping[Kind, float],
+        results: Sequence[RowResult],
     ) -> None:
-        """Learn from a finished step without prompt tokens: what it cost, and what became of the drafts of rows that
-        had any."""
+        """Learn from a finished step: what it cost, and what became of the drafts of rows that had any.
+
+        num_tokens: of the rows that decode. verify_seconds: None if the step held prompt tokens too, whose share of its
+        time nobody knows.
+        """
         if self._is_trying and (plain_seconds := self.costs.seconds(self._num_rows)):
             gained = 1 + sum(result.num_accepted for result in results) / self._num_rows
-            self._credit += gained - (verify_seconds + sum(draft_seconds.values())) / plain_seconds
+            spent = self.costs.seconds(num_tokens) if verify_seconds is None else verify_seconds
+            self._credit += gained - (spent + sum(draft_seconds.values())) / plain_seconds
         if not results and self._step % PLAIN_SAMPLE and self.costs.is_settled(num_tokens):
             return
-        self.costs.observe(num_tokens, verify_seconds)
+        if verify_seconds is not None:
+            self.costs.observe(num_tokens, verify_seconds)
         for kind, seconds in draft_seconds.items():
             self.costs.observe_draft(kind, sum(result.offer.kind == kind for result in results), seconds)
         for result in results:

@@ -28,7 +28,11 @@ class RecordingController(WidthController):
         self.num_accepted = [0] * max_width
 
     def observe_step(
-        self, num_tokens: int, verify_seconds: float, draft_seconds: Mapping[str, float], results: Sequence[RowResult]
+        self,
+        num_tokens: int,
+        verify_seconds: float | None,
+        draft_seconds: Mapping[str, float],
+        results: Sequence[RowResult],
     ) -> None:
         super().observe_step(num_tokens, verify_seconds, draft_seconds, results)
         for result in results:
