@@ -12,6 +12,7 @@ from lampejo.server.fields import Body
 from lampejo.server.openai_chat import ChatBody
 from lampejo.server.openai_completions import CompletionBody
 from lampejo.server.responses import ResponsesBody
+from lampejo.server.sampling_fields import KNOWN
 from server_app import ask, chat, client_of, events, text_of, thinking_model
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -492,6 +493,53 @@ def test_each_parameter_of_the_sdk_is_honoured_refused_or_harmless(sdk):
     parameters = set(inspect.signature(resource.create).parameters) - TRANSPORT - HEADERS
     assert parameters - body.model_fields.keys() - body.refused.keys() - HARMLESS.keys() == set()
     assert not body.refused.keys() & HARMLESS.keys()
+
+
+ANSWERED: tuple[type[Body], ...] = (ChatBody, CompletionBody, ResponsesBody, MessagesBody)
+# What steers no answer, or is of one API alone and of no consequence to another.
+OF_ONE_API = {"model", "stream", "metadata", "inference_geo", "return_token_strs"}
+
+
+@pytest.mark.parametrize("body", ANSWERED)
+def test_each_field_that_one_api_knows_is_honoured_or_refused_by_every_other(body):
+    """P1. Fault: ``max_completion_tokens`` at /v1/completions is accepted, and ignored."""
+    names = {name for kind in ANSWERED for name in (*kind.model_fields, *kind.refused)} - OF_ONE_API
+    assert names == KNOWN.keys(), "a new field goes into the table"
+    assert names - body.model_fields.keys() - body.refused.keys() == set()
+    assert body.places.keys() <= body.refused.keys()
+
+
+THINKING_OFF: list[dict[str, Any]] = [
+    {"enable_thinking": False},
+    {"thinking": {"type": "disabled"}},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+]
+
+
+@pytest.mark.parametrize("fields", THINKING_OFF)
+def test_thinking_is_turned_off_by_the_same_words_in_both_forms_of_chats(fields):
+    """P1. Fault: what docs/serving.md tells of chats is 400 at /v1/responses."""
+    told = ResponsesBody.model_validate({"input": "Hello", **fields}).chat().template_kwargs
+    assert told == ChatBody.model_validate({**chat(), **fields}).chat().template_kwargs == {"enable_thinking": False}
+
+
+async def test_a_seed_is_honoured_by_anthropics_api_too():
+    with thinking_model(HELLO) as llm:
+        async with client_of(llm) as client:
+            assert (await ask(client, chat(max_tokens=9, seed=7), MESSAGES)).status_code == 200
+            refused = await ask(client, chat(max_tokens=9, seed=2**70), MESSAGES)
+    assert MessagesBody.model_validate(chat(max_tokens=9, seed=7)).chat().params["seed"] == 7
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("seed")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_a_trace_is_refused_where_there_is_no_place_for_it(path):
+    """P1. Fault: ``lampejo: {"trace": true}`` is accepted, and nothing is traced."""
+    body = {"prompt": "Hi"} if path == COMPLETIONS else {"input": "Hi"}
+    with thinking_model(HELLO) as llm:
+        async with client_of(llm) as client:
+            response = await ask(client, {**body, "lampejo": {"trace": True}}, path)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "lampejo.trace")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import Body, part_text, string
+from lampejo.server.sampling_fields import KNOWN, complete
 
 NAMES = {
     "stop": "stop_sequences",
@@ -37,15 +38,24 @@ class PromptBody(Body):
     context_management: dict[str, Any] | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": (),
-        "mcp_servers": ([],),
-        "diagnostics": (),
-        "speed": ("standard",),
+        **{name: KNOWN[name] for name in ("container", "mcp_servers", "diagnostics", "speed", "compaction", "thread")},
+        **{name: KNOWN[name] for name in ("enable_thinking", "reasoning_effort", "chat_template_kwargs")},
+        **{name: KNOWN[name] for name in ("chat_template", "output_format")},
         "inference_geo": (),
-        "compaction": (),
-        "thread": (),
-        "output_format": (),  # its place is output_config
-        "lampejo": (),
+        "lampejo": ({},),
+    }
+    places: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("response_format", "output_format"), "output_config.format"),
+        **dict.fromkeys(("reasoning_effort", "reasoning"), "output_config.effort"),
+        **dict.fromkeys(("enable_thinking", "chat_template_kwargs"), "thinking"),
+        **dict.fromkeys(("thinking_token_budget", "thinking_budget"), "thinking.budget_tokens"),
+        "thinking_budget_tokens": "thinking.budget_tokens",
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
+        **dict.fromkeys(("input", "prompt"), "messages"),
+        **dict.fromkeys(("n", "logprobs", "top_logprobs", "prompt_logprobs"), "/v1/chat/completions"),
+        "instructions": "system",
+        "stop": "stop_sequences",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }
 
     def chat(self) -> Chat:
@@ -91,16 +101,18 @@ class PromptBody(Body):
         return kwargs
 
 
+@complete
 class MessagesBody(PromptBody):
     max_tokens: int
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    seed: int | None = None  # not of Anthropic
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
     def _params(self) -> dict[str, Any]:
-        params = self.given("max_tokens", "temperature", "top_p", "top_k")
+        params = self.given("max_tokens", "temperature", "top_p", "top_k", "seed")
         if self.stop_sequences:
             if not all(self.stop_sequences):
                 raise refused("stop_sequences", "one of them is empty.")

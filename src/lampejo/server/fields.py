@@ -18,11 +18,12 @@ class Body(BaseModel):
     """Fields of one API. Values of the wrong type, NaN and infinity are refused; unknown fields are accepted.
 
     ``refused`` are fields that the API has and this server does not: they are accepted only with a value that changes
-    nothing.
+    nothing. ``places`` tells for some of them where this API has the same.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    places: ClassVar[Mapping[str, str]] = {}
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the fields that have a value."""
@@ -67,7 +68,8 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
     for name, harmless in kind.refused.items():
         value = data.get(name)
         if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
-            raise refused(name, "this server does not support it. Leave it out.")
+            place = kind.places.get(name)
+            raise refused(name, f"its place is {place}." if place else "this server does not support it. Leave it out.")
     return body
 
 

@@ -17,19 +17,19 @@ from starlette.responses import Response
 from lampejo.accept import TokenLogprobs
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.api import Chunk
-from lampejo.errors import shown
 from lampejo.server.chat_job import Chat, chat_job_of
 from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
 from lampejo.server.respond import prompt_logprobs, respond
-from lampejo.server.sampling_fields import OF_VLLM, SamplingBody
+from lampejo.server.sampling_fields import ThinkingBody, complete
 from lampejo.server.service import Answers, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
 
-class ChatBody(SamplingBody):
+@complete
+class ChatBody(ThinkingBody):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -40,26 +40,16 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    thinking: dict[str, Any] | None = None  # of DeepSeek, Z.ai, Kimi and, with a budget, litellm
-    enable_thinking: bool | None = None  # of Qwen
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OF_VLLM,
-        "add_special_tokens": (False,),
-        "include_reasoning": (True,),
-        "reasoning": ({},),  # OpenRouter's
-        "audio": (),
-        "chat_template": (),
-        "modalities": (["text"],),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "web_search_options": (),
-        "moderation": (),
-        "best_of": (1,),
-        "echo": (False,),
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"add_special_tokens": (False,)}
+    places: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("input", "prompt", "instructions", "system"), "messages"),
+        "max_output_tokens": "max_completion_tokens",
+        "stop_sequences": "stop",
+        **dict.fromkeys(("text", "output_format"), "response_format"),
+        **dict.fromkeys(("reasoning", "output_config"), "reasoning_effort"),
     }
 
     def chat(self) -> Chat:
@@ -78,25 +68,15 @@ class ChatBody(SamplingBody):
             if self.stream:
                 raise refused("prompt_logprobs", "they are not told in streams.")
             params["prompt_logprobs"] = self.prompt_logprobs
-        kwargs = dict(self.chat_template_kwargs or {})
-        budget = self.budget(
-            thinking__budget_tokens=self._thinking(kwargs),
-            chat_template_kwargs__thinking_budget=kwargs.get("thinking_budget"),
-        )
+        kwargs, budget = self.thoughts(self.reasoning_effort)
         if budget is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
-        if self.enable_thinking is not None:
-            kwargs.setdefault("enable_thinking", self.enable_thinking)
         if self.add_generation_prompt is not None:
             kwargs["add_generation_prompt"] = self.add_generation_prompt
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise refused("continue_final_message", "a message is continued without add_generation_prompt.")
             kwargs["continue_final_message"] = True
-        if self.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
-            if self.reasoning_effort == "none":
-                kwargs.setdefault("enable_thinking", False)
         return Chat(
             self.messages,
             params,
@@ -108,18 +88,6 @@ class ChatBody(SamplingBody):
             kwargs,
             names,
         )
-
-    def _thinking(self, kwargs: dict[str, Any]) -> Any:
-        """The budget that ``thinking`` has, if any; whether there is to be reasoning goes to the template."""
-        thinking = self.thinking or {}
-        for name in thinking.keys() - {"type", "budget_tokens"}:
-            raise refused("thinking", f"it has {shown(name)}; there are type and budget_tokens.")
-        kind = thinking.get("type")
-        if kind not in (None, "enabled", "adaptive", "auto", "disabled"):
-            raise refused("thinking.type", f"it is {shown(kind)}; there are enabled, adaptive, auto and disabled.")
-        if kind is not None and kind != "auto":
-            kwargs.setdefault("enable_thinking", kind != "disabled")
-        return thinking.get("budget_tokens")
 
 
 def routes(service: Service, names: ModelName) -> APIRouter:

@@ -17,13 +17,14 @@ from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
 from lampejo.server.respond import prompt_logprobs, respond
-from lampejo.server.sampling_fields import OF_VLLM, SamplingBody
+from lampejo.server.sampling_fields import SamplingBody, complete
 from lampejo.server.service import Answers, Job, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
+@complete
 class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = None
@@ -31,12 +32,17 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OF_VLLM,
         "add_special_tokens": (True,),
-        "thinking": (),
-        "response_format": ({"type": "text"},),
-        "suffix": ("",),
-        "best_of": (1,),
+        "parallel_tool_calls": (True, False),  # without tools there are no calls
+    }
+    places: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
+        **dict.fromkeys(("messages", "tools", "tool_choice", "response_format"), "/v1/chat/completions"),
+        **dict.fromkeys(("thinking", "enable_thinking", "reasoning_effort"), "/v1/chat/completions"),
+        "chat_template_kwargs": "/v1/chat/completions",
+        "stop_sequences": "stop",
+        "top_logprobs": "logprobs",
+        "input": "prompt",
     }
 
     @property
@@ -47,6 +53,8 @@ class CompletionBody(SamplingBody):
 
     def job(self) -> Job:
         params = self.sampling()
+        if self.is_traced:
+            raise refused("lampejo.trace", "this API has no place for it; /v1/chat/completions has.")
         longest = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if longest == 0 and not self.echo:
             raise refused("max_tokens", "it is 0, which leaves nothing to answer unless echo is set.")

@@ -8,7 +8,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import part_text, string
-from lampejo.server.sampling_fields import OF_VLLM, SamplingBody
+from lampejo.server.sampling_fields import ThinkingBody, complete
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -19,7 +19,8 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _ENCRYPTED = "reasoning.encrypted_content"
 
 
-class ResponsesBody(SamplingBody):
+@complete
+class ResponsesBody(ThinkingBody):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -30,28 +31,16 @@ class ResponsesBody(SamplingBody):
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OF_VLLM,
-        "truncation": ("disabled",),
-        "prompt_logprobs": (),
-        "thinking": (),
-        "enable_thinking": (),
-        "include_reasoning": (True,),
-        "response_format": ({"type": "text"},),  # its place is text.format
-        "max_tokens": (),
-        "max_completion_tokens": (),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
-        "background": (False,),
-        "background_options": (),
-        "context_management": ([],),
-        "moderation": (),
-        "image": (),
-        "top_logprobs": (0,),
-        "n": (1,),
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n": (1,), "prompt_logprobs": ()}
+    places: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        **dict.fromkeys(("messages", "prompt"), "input"),
+        **dict.fromkeys(("response_format", "output_format"), "text.format"),
+        **dict.fromkeys(("reasoning_effort", "output_config"), "reasoning.effort"),
+        **dict.fromkeys(("n", "logprobs", "top_logprobs", "prompt_logprobs"), "/v1/chat/completions"),
+        "system": "instructions",
+        "stop_sequences": "stop",
     }
 
     def chat(self) -> Chat:
@@ -61,11 +50,8 @@ class ResponsesBody(SamplingBody):
         if "message.output_text.logprobs" in (self.include or ()):
             raise refused("include", "log probabilities are told by /v1/chat/completions only.")
         if self.max_output_tokens is not None:
-            if self.max_output_tokens < 1:
-                raise refused("max_output_tokens", "it must be at least 1.")
             params["max_tokens"] = self.max_output_tokens
-        kwargs, names = self._template_kwargs(), dict(NAMES)
-        budget = self.budget(chat_template_kwargs__thinking_budget=kwargs.get("thinking_budget"))
+        (kwargs, budget), names = self.thoughts(self._effort()), dict(NAMES)
         if budget is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
         tools = [_tool(tool, i) for i, tool in enumerate(self.tools or ())]
@@ -93,21 +79,16 @@ class ResponsesBody(SamplingBody):
             raise refused("text.verbosity", "it is low, medium or high.")
         return text.get("format")
 
-    def _template_kwargs(self) -> dict[str, Any]:
+    def _effort(self) -> str | None:
         reasoning = self.reasoning or {}
         harmless = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}
         for name, value in harmless.items():
             if reasoning.get(name) not in (None, value):
                 raise refused("reasoning", f"{name} cannot be {shown(reasoning[name])} here. Leave it out.")
-        kwargs = dict(self.chat_template_kwargs or {})
         effort = reasoning.get("effort")
-        if effort is not None:
-            if not isinstance(effort, str):
-                raise refused("reasoning", "effort is none, minimal, low, medium, high, xhigh or max.")
-            kwargs.setdefault("reasoning_effort", effort)
-            if effort == "none":
-                kwargs.setdefault("enable_thinking", False)
-        return kwargs
+        if effort is not None and not isinstance(effort, str):
+            raise refused("reasoning", "effort is none, minimal, low, medium, high, xhigh or max.")
+        return effort
 
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""

@@ -1,10 +1,11 @@
 """How tokens are chosen and when an answer ends: fields of OpenAI's bodies, and those that vLLM adds."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
+from lampejo.errors import shown
 from lampejo.server.errors import refused
 from lampejo.server.fields import Body
 
@@ -38,7 +39,52 @@ OF_VLLM: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
+# Every field by which any of the APIs changes an answer, with the values that change nothing.
+KNOWN: Mapping[str, tuple[Any, ...]] = {
+    **OF_VLLM,
+    **dict.fromkeys(
+        ("messages", "prompt", "input", "instructions", "system", "previous_response_id", "conversation"), ()
+    ),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "seed", "prompt_logprobs"), ()),
+    **dict.fromkeys(("thinking", "enable_thinking", "reasoning_effort", "chat_template", "output_format"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "moderation", "background_options", "image"), ()),
+    **dict.fromkeys(("container", "diagnostics", "compaction", "thread"), ()),
+    **dict.fromkeys(("stop_token_ids", "tools", "functions", "include", "mcp_servers"), ([],)),
+    **dict.fromkeys(("logit_bias", "stream_options", "lampejo", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("text", "reasoning", "output_config"), ({},)),
+    **dict.fromkeys(("ignore_eos", "continue_final_message", "echo", "background"), (False,)),
+    **dict.fromkeys(("include_reasoning", "add_generation_prompt", "parallel_tool_calls"), (True,)),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (0, 0.0)),
+    **dict.fromkeys(("min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"), (-1,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "temperature": (),
+    "top_p": (),
+    "top_k": (),
+    "stop": ("", []),
+    "stop_sequences": ([],),
+    "suffix": ("",),
+    "repetition_penalty": (1, 1.0),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (),
+    "modalities": (["text"],),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "speed": ("standard",),
+}
 _BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")  # vLLM's, Qwen's, llama.cpp's
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def complete(kind: type[Kind]) -> type[Kind]:
+    """A body that refuses every known field that it has not."""
+    others = {name: same for name, same in KNOWN.items() if name not in kind.model_fields}
+    kind.refused = {**others, **kind.refused}
+    return kind
 
 
 class SamplingBody(Body):
@@ -150,3 +196,38 @@ class SamplingBody(Body):
         if value is not None and not isinstance(value, bool):
             raise refused(f"stream_options.{name}", "it must be true or false.")
         return bool(value)
+
+
+class ThinkingBody(SamplingBody):
+    """What OpenAI's chats have in common: how they say whether, and how long, a model thinks."""
+
+    thinking: dict[str, Any] | None = None  # of DeepSeek, Z.ai, Kimi and, with a budget, litellm
+    enable_thinking: bool | None = None  # of Qwen
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def thoughts(self, effort: str | None) -> tuple[dict[str, Any], tuple[str, Any] | None]:
+        """What the template is told, and ``budget``."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        budget = self.budget(
+            thinking__budget_tokens=self._thinking(kwargs),
+            chat_template_kwargs__thinking_budget=kwargs.get("thinking_budget"),
+        )
+        if self.enable_thinking is not None:
+            kwargs.setdefault("enable_thinking", self.enable_thinking)
+        if effort is not None:
+            kwargs.setdefault("reasoning_effort", effort)
+            if effort == "none":
+                kwargs.setdefault("enable_thinking", False)
+        return kwargs, budget
+
+    def _thinking(self, kwargs: dict[str, Any]) -> Any:
+        """The budget that ``thinking`` has, if any; whether there is to be reasoning goes to the template."""
+        thinking = self.thinking or {}
+        for name in thinking.keys() - {"type", "budget_tokens"}:
+            raise refused("thinking", f"it has {shown(name)}; there are type and budget_tokens.")
+        kind = thinking.get("type")
+        if kind not in (None, "enabled", "adaptive", "auto", "disabled"):
+            raise refused("thinking.type", f"it is {shown(kind)}; there are enabled, adaptive, auto and disabled.")
+        if kind is not None and kind != "auto":
+            kwargs.setdefault("enable_thinking", kind != "disabled")
+        return thinking.get("budget_tokens")
