@@ -6,13 +6,13 @@ accepted and change nothing: prefixes are cached by themselves, and there is one
 empty, and are not looked at when they come back.
 """
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,7 +50,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         names.check(body.model)
         job = await chat_job_of(body, service.style)
         try:
-            ids = await run_in_threadpool(llm.encode, job.prompts[0], **job.params["chat_template_kwargs"])
+            ids = await asyncio.to_thread(llm.encode, job.prompts[0], **job.params["chat_template_kwargs"])
         except UserError as error:
             raise from_user_error(error, job.names) from error
         return JsonResponse({"input_tokens": len(ids)})

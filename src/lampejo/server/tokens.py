@@ -1,10 +1,10 @@
 """/tokenize and /detokenize: text to ids and back, as vLLM and llama-server have them."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fastapi import APIRouter
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -81,7 +81,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         if (body.messages is None) == (body.prompt is None and body.content is None):
             raise refused("prompt", "give either prompt or messages.")
         try:
-            return await run_in_threadpool(tokenized, body)
+            return await asyncio.to_thread(tokenized, body)
         except UserError as error:
             raise from_user_error(error) from error
 
@@ -95,7 +95,7 @@ def routes(service: Service, names: ModelName) -> APIRouter:
         body = await read(request, DetokenizeBody, service.max_encoded_bytes)
         names.check(body.model)
         try:
-            return await run_in_threadpool(decoded, body.tokens)
+            return await asyncio.to_thread(decoded, body.tokens)
         except UserError as error:
             raise refused("tokens", str(error)) from error
 
