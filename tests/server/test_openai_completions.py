@@ -1,6 +1,7 @@
 """/v1/completions, as lm-eval and other tools send it; /tokenize and /detokenize."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -152,3 +153,15 @@ async def test_text_to_ids_and_back():
                 ("/detokenize", {"tokens": [10**6]}),
             ):
                 assert (await ask(client, body, path)).status_code == 400
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_likelihood_counts_no_generated_token(num_prompts):
+    """Fault: each of lm-eval's calls adds a token to /metrics that no response tells of."""
+    body = {"prompt": [TEXT] * num_prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
+    with tiny_llm() as llm:
+        async with client_of(llm) as client:
+            usage = (await ask(client, body, PATH)).json()["usage"]
+            (line,) = re.findall(r"^lampejo:generation_tokens_total.*$", (await client.get("/metrics")).text, re.M)
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    assert float(line.split()[-1]) == 0

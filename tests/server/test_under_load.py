@@ -16,7 +16,8 @@ from lampejo.api import LLM
 from lampejo.errors import UserError
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
-from lampejo.server.service import Answers, Service
+from lampejo.server.errors import ApiError
+from lampejo.server.service import Answers, Job, Service
 from scripted import ids_of, knowing, scripted_llm
 from server_app import ask, chat, model_saying, saying
 
@@ -246,6 +247,21 @@ async def test_an_answer_that_has_begun_is_cut_at_its_deadline_with_what_there_i
             (choice,) = told["choices"]
             assert choice["finish_reason"] == "length"
             assert choice["message"]["content"] == STORY[:4] and told["usage"]["completion_tokens"] == 4
+            held.open()
+            await until(lambda: nothing_is_left(llm, service))
+
+
+async def test_the_time_of_a_request_runs_from_its_arrival():
+    """Issue 5, deadlines. Fault: the clock starts when the prompt is rendered and encoded, however long that took."""
+    with model_saying("Hello") as llm, Held(llm) as held:
+        async with served(llm, timeout_s=600) as (_, service, _):
+            answers = await service.start(Job([ids_of("Hello")], {"max_tokens": 3}))
+            for answer in answers._answers:
+                answer.watch.arrived_at -= 601  # so long it was on its way to here
+            with pytest.raises(ApiError) as told:
+                async with asyncio.timeout(30):
+                    await anext(aiter(answers))
+            assert told.value.status == 504
             held.open()
             await until(lambda: nothing_is_left(llm, service))
 

@@ -29,9 +29,14 @@ class Watch:
     """One request's times, in seconds of ``time.perf_counter``, and its tokens so far."""
 
     arrived_at: float  # before its prompt was rendered and encoded
+    is_told: bool = True  # else its one token is nobody's, and only what its prompt has is wanted
     first_at: float = 0.0
     last_at: float = 0.0
     num_tokens: int = 0
+
+    @property
+    def num_told(self) -> int:
+        return self.num_tokens if self.is_told else 0
 
 
 class Counts:
@@ -58,7 +63,8 @@ class Counts:
             self.between_steps.observe(now - watch.last_at)
         watch.last_at = now
         watch.num_tokens += len(delta.ids)
-        self.num_generated_tokens += len(delta.ids)
+        if watch.is_told:
+            self.num_generated_tokens += len(delta.ids)
         if delta.finish_reason:
             self.endings[delta.finish_reason] += 1
             self.whole.observe(now - watch.arrived_at)

@@ -2,7 +2,8 @@
 
 The names are vLLM's behind the prefix ``lampejo:``; with ``--metrics-compat vllm`` those that vLLM has come under
 ``vllm:`` too, with the same meaning, so that its dashboards work. Nothing is kept here: all is read when asked for.
-What the engine's thread owns is read without a lock, so only single integers and lengths are.
+What the engine's thread owns is read without a lock, so only single integers and lengths are, and one short list of
+integers that is copied at once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -97,7 +98,7 @@ class Metrics(Collector):
         )
         yield self._counter(
             PREFIX + "spec_decode_num_inexact_tokens",
-            "Accepted drafts that were not the target's own choice: 0 unless requests ask for typical acceptance.",
+            "Accepted drafts that were not the target's own choice: 0 without --policy typical.",
             stats.num_inexact_tokens,
         )
         statuses = {str(status): total for status, total in sorted(self.service.counts.statuses.items())}

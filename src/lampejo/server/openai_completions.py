@@ -70,7 +70,7 @@ class CompletionBody(SamplingBody):
         names = {"messages": "prompt"}
         if (budget := self.budget()) is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
-        return Job(self.prompts, params, self.answers, names=names)
+        return Job(self.prompts, params, self.answers, names=names, only_prompt=longest == 0)
 
 
 def routes(service: Service, names: ModelName) -> APIRouter:
@@ -115,7 +115,7 @@ class CompletionWriter:
                 more = {"metrics": answers.metrics} if is_last else {}
                 yield self._event(answers, [choice], **more)
             if self.body.includes_usage:
-                yield self._event(answers, [], usage=self._usage(answers), metrics=answers.metrics)
+                yield self._event(answers, [], usage=answers.usage, metrics=answers.metrics)
         except ApiError as error:
             yield event(error.openai())
         finally:
@@ -141,21 +141,15 @@ class CompletionWriter:
         if self.body.prompt_logprobs is not None:
             for choice, request in zip(choices, answers.requests, strict=True):
                 choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, request, self.body.prompt_logprobs)
-        return {**self._head(answers, choices), "usage": self._usage(answers), "metrics": answers.metrics}
+        return {**self._head(answers, choices), "usage": answers.usage, "metrics": answers.metrics}
 
     def _head(self, answers: Answers, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head, "created": answers.created, "choices": choices}
 
     def _event(self, answers: Answers, choices: list[dict[str, Any]], **more: Any) -> bytes:
         if self.body.includes_usage:
-            more.setdefault("usage", self._usage(answers) if self.body.counts_along else None)
+            more.setdefault("usage", answers.usage if self.body.counts_along else None)
         return event({**self._head(answers, choices), **more})
-
-    def _usage(self, answers: Answers) -> dict[str, Any]:
-        usage = answers.usage
-        if self._is_echo_alone:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage
 
     def _choice(self, piece: Piece, request: engine.Request, is_first: bool, offsets: list[int]) -> dict[str, Any]:
         """What a piece adds; the prompt before the first, if it is to be echoed."""

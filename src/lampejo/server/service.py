@@ -34,7 +34,8 @@ class Job:
 
     params: keyword arguments of ``LLM.make_request``; n: answers to each prompt, with seeds seed, seed + 1, ...; tools:
     those that a chat offers, None for text that is no chat and has neither reasoning nor calls; names: what the
-    protocol calls fields of ``params`` that have another name there, for errors.
+    protocol calls fields of ``params`` that have another name there, for errors; only_prompt: what is decoded
+    is told to nobody, and not counted.
     """
 
     prompts: Sequence[Prompt]
@@ -42,6 +43,7 @@ class Job:
     n: int = 1
     tools: Sequence[Mapping[str, Any]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    only_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Answers:
         """Token counts in OpenAI's shape, complete after the last piece. A prompt counts once, however many answers."""
         prompts = [answer.request for answer in self._answers[:: self._n]]
         num_prompt = sum(request.num_prompt for request in prompts)
-        num_completion = sum(answer.watch.num_tokens for answer in self._answers)
+        num_completion = sum(answer.watch.num_told for answer in self._answers)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
@@ -152,7 +154,8 @@ class Answers:
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         config, running = self._service.config, self._running
-        deadline = asyncio.get_running_loop().time() + config.timeout_s
+        since_arrival = time.perf_counter() - self._answers[0].watch.arrived_at
+        deadline = asyncio.get_running_loop().time() + config.timeout_s - since_arrival
         try:
             while running:
                 try:
@@ -243,7 +246,9 @@ class Service:
         try:
             requests = await asyncio.to_thread(self._requests, job)
             outbox = AsyncOutbox(asyncio.get_running_loop())
-            answers = [_Answer(i, r, Progress(r), Watch(arrived_at)) for i, r in enumerate(requests)]
+            answers = [
+                _Answer(i, r, Progress(r), Watch(arrived_at, not job.only_prompt)) for i, r in enumerate(requests)
+            ]
             if job.tools is not None:
                 for answer in answers:
                     self._take_apart(answer, job.tools)
