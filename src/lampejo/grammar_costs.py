@@ -8,6 +8,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -106,13 +107,19 @@ def _check_schema(schema: Any, about: str) -> None:
 
 def with_large_stack(work: Callable[[], _Result]) -> _Result:
     """Does it in a thread of its own; llguidance compiles recursively."""
-    results: list[_Result] = []
-    thread = threading.Thread(target=lambda: results.append(work()), name="lampejo-grammar")
+    done: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="lampejo-grammar")
     with _STACK_LOCK:
         before = threading.stack_size(_STACK)
         try:
             thread.start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    return results[0]
+    return done.result()

@@ -67,11 +67,11 @@ async def test_fields_that_cannot_be_honoured_are_refused_by_name(name):
     """P1: never accepted and ignored."""
     with model_saying("x") as llm:
         async with client_of(llm) as client:
-            response = await ask(client, chat(**{name: {"some": "thing"}}))
+            response = await ask(client, {**chat(), name: {"some": "thing"}})
             assert response.status_code == 400
             assert response.json()["error"]["param"] == name
             for harmless in ChatBody.refused[name]:
-                assert (await ask(client, chat(**{name: harmless}))).status_code == 200
+                assert (await ask(client, {**chat(), name: harmless})).status_code == 200
 
 
 QWEN = CHAT + "{# <tool_call> <think> #}"  # what a template knows is read off its text

@@ -17,6 +17,7 @@ from lampejo.errors import UserError
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
 from lampejo.server.errors import ApiError
+from lampejo.server.http import EventStream
 from lampejo.server.service import Answers, Job, Service
 from scripted import ids_of, knowing, scripted_llm
 from server_app import ask, chat, model_saying, saying
@@ -391,3 +392,18 @@ async def test_each_of_many_at_once_gets_its_own_answer():
             assert [one.json()["choices"] for one in together] == alone
             await until(lambda: nothing_is_left(llm, service))
             llm.engine.pool.check_integrity()
+
+
+async def test_a_stream_that_cannot_even_begin_closes_what_it_would_have_told():
+    """M6. Fault: a generator that never began is closed without running its end, so its requests went on."""
+    closed = []
+
+    async def events():
+        yield b""
+
+    async def send(message):
+        raise OSError("the client has gone")
+
+    with pytest.raises(OSError):
+        await EventStream(events(), 15.0, lambda: closed.append(True))({}, None, send)
+    assert closed == [True]

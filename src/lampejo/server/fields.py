@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON into typed fields. What is wrong with one is told with the name of the field (P1, O5)."""
+"""Bodies of requests: JSON into typed fields. What is wrong with one is told with the name of the field."""
 
 import asyncio
 import json

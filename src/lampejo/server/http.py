@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -37,18 +37,28 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Sends events as they come, and a comment whenever nothing came for ``keep_alive_s`` (T6). When the reader goes,
-    the generator is closed at once, not at its next event."""
+    """Sends events as they come, and a comment whenever nothing came for ``keep_alive_s``. When the reader goes,
+    the generator is closed at once, not at its next event. ``close`` is called at the end in any case: closing a
+    generator that never began runs nothing of it."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], keep_alive_s: float, close: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
         del self.headers["Content-Length"]
         self.events = events
         self.keep_alive_s = keep_alive_s
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._body(receive, send)
+        finally:
+            self._close()
+
+    async def _body(self, receive: Receive, send: Send) -> None:
         tasks = [asyncio.ensure_future(part) for part in (self._write(send), _gone(receive), self._keep_alive(send))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

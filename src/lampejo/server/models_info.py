@@ -21,7 +21,7 @@ _DEFINING = ("model", "architecture", *_WEIGHTS, "ops", "device", "page_size", "
 
 
 def effective_mode(llm: LLM) -> dict[str, Any]:
-    """How this server decodes: who drafts, how wide, on what, in which precision (C9)."""
+    """How this server decodes: who drafts, how wide, on what, in which precision."""
     info = llm.info
     if not info:  # an engine without a model, in tests
         return {"mode": "plain decoding"}

@@ -22,7 +22,8 @@ class Writer(Protocol):
 async def respond(request: Request, service: Service, job: Job, writer: Writer, is_streamed: bool | None) -> Response:
     """Starts the job. Its work ends with the client's connection; the request's body must have been read."""
     if is_streamed:
-        return EventStream(writer.stream(await service.start(job)), service.config.keep_alive_s)
+        answers = await service.start(job)
+        return EventStream(writer.stream(answers), service.config.keep_alive_s, answers.close)
 
     async def work() -> dict[str, Any]:
         return await writer.whole(await service.start(job))

@@ -112,7 +112,7 @@ class SamplingBody(Body):
     lampejo: dict[str, Any] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments of ``LLM.make_request``; what is not given comes from the model's own defaults (P4)."""
+        """Keyword arguments of ``LLM.make_request``; what is not given comes from the model's own defaults."""
         params = self.given(
             "temperature",
             "top_p",

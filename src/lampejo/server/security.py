@@ -63,7 +63,7 @@ class KeyCheck:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
-        # Every given key against every known one, as digests: the time taken tells nothing of any key (O3).
+        # Every given key against every known one, as digests: the time taken tells nothing of any key.
         found = [hmac.compare_digest(_digest(one), known) for one in given for known in self._digests]
         return any(found)
 

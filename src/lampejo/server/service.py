@@ -135,7 +135,7 @@ class Answers:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The ``metrics`` object of a response (V2), over all answers."""
+        """The ``metrics`` object of a response, over all answers."""
         stats = DraftStats()
         for answer in self._answers:
             stats.add(answer.request.stats)
