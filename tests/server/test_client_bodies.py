@@ -523,6 +523,16 @@ def test_thinking_is_turned_off_by_the_same_words_in_both_forms_of_chats(fields)
     assert told == ChatBody.model_validate({**chat(), **fields}).chat().template_kwargs == {"enable_thinking": False}
 
 
+def test_no_effort_means_no_thinking_in_all_forms_of_chats():
+    """P1. Fault: what docs/serving.md tells of all three is not done at /v1/messages."""
+    for body in (
+        ChatBody.model_validate(chat(reasoning_effort="none")),
+        ResponsesBody.model_validate({"input": "Hello", "reasoning": {"effort": "none"}}),
+        MessagesBody.model_validate(chat(max_tokens=9, output_config={"effort": "none"})),
+    ):
+        assert body.chat().template_kwargs == {"reasoning_effort": "none", "enable_thinking": False}
+
+
 async def test_a_seed_is_honoured_by_anthropics_api_too():
     with thinking_model(HELLO) as llm:
         async with client_of(llm) as client:

@@ -96,8 +96,10 @@ class PromptBody(Body):
         effort = (self.output_config or {}).get("effort")
         if effort is not None:
             if not isinstance(effort, str):
-                raise refused("output_config", "effort is low, medium, high, xhigh or max.")
+                raise refused("output_config", "effort is none, low, medium, high, xhigh or max.")
             kwargs["reasoning_effort"] = effort
+            if effort == "none":
+                kwargs.setdefault("enable_thinking", False)
         return kwargs
 
 
