@@ -1,11 +1,13 @@
 """Other people's clients over a socket: ``llm`` and ``litellm``, whole, streamed, with tools and schemas."""
 
+import asyncio
 import contextlib
 import json
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from lampejo.answer import style_of
@@ -100,7 +102,15 @@ def litellm():
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it is fetched
         warnings.simplefilter("ignore")
-        yield pytest.importorskip("litellm")
+        litellm = pytest.importorskip("litellm")
+        # It makes both itself where there are none, and never closes them: they would fail whatever test is running
+        # when they are collected.
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        with httpx.Client() as session, contextlib.closing(loop):
+            patch.setattr(litellm, "client_session", session)
+            yield litellm
+        asyncio.set_event_loop(None)
 
 
 def ask(litellm: Any, url: str, **fields: Any) -> Any:
