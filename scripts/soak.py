@@ -27,8 +27,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,19 @@ def left_over(url: str) -> dict[str, float]:
 
 
 def token_times(url: str, body: dict[str, Any]) -> list[float]:
-    """When each piece of text of a streamed answer came."""
+    """When each piece of text of a streamed answer came. Read in the plainest way, since this process shares the
+    processor with the server: httpx would take a third of a millisecond of it per piece, which is not the server's."""
     times = []
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=TIMEOUT) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if '"content":"' in line and '"content":""' not in line:
-                times.append(time.perf_counter())
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=120)
+    with closing(connection):
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(response.read().decode())
+        for data in iter(response.fp.read1, b""):
+            num_pieces = data.count(b'"content":"') - data.count(b'"content":""')
+            times += [time.perf_counter()] * num_pieces
     return times
 
 
