@@ -92,12 +92,14 @@ def test_a_wrong_draft_at_any_slot_costs_only_the_rest_of_its_block(target, slot
 @pytest.mark.parametrize(
     ("target", "sampling"),
     [
-        pytest.param(name, sampling, id=f"{name}-{kind}", marks=[pytest.mark.slow] * (name in slow))
-        for kind, sampling, slow in (
-            ("greedy", {}, ()),
-            ("sampled", {"temperature": 1.0, "seed": 11}, ("reference", "hybrid")),
+        pytest.param(name, sampling, id=f"{name}-{kind}", marks=marks)
+        for kind, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 11}))
+        for name, marks in (
+            ("reference", pytest.mark.slow),
+            ("kernels", ()),
+            ("hybrid", pytest.mark.slow),
+            ("kernels_hybrid", ()),
         )
-        for name in ("reference", "kernels", "hybrid", "kernels_hybrid")
     ],
     indirect=["target"],
 )

@@ -40,7 +40,13 @@ def assert_checked(checked: CheckedDrafter) -> None:
     assert checked.num_checked > 200 and checked.num_ties < 0.02 * checked.num_checked
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (row.target_layers not in (32, 48)))
+        for row in PUBLISHED
+    ],
+)
 def test_every_published_shape_drafts_as_the_reference_does(row: Published, tmp_path: Path):
     """Taps of a target of 32 to 64 layers, five to eight drafter layers, blocks of 16, windows, at every step."""
     known = deep(row.target_layers)
