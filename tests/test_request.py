@@ -53,6 +53,9 @@ def test_a_limit_that_is_no_whole_number_in_range_is_refused_by_name(name, value
         ({"stop": "text"}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop": None}, "stop"),
+        ({"stop": ("a",) * 257}, "stop has 257 strings; there can be 256"),
+        ({"stop": ("a", "b" * 1001)}, "stop has a string of 1,001 characters; each can have 1,000"),
+        ({"stop_token_ids": (5,) * 1025}, "stop_token_ids has 1,025 ids; there can be 1,024"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"stop_token_ids": ("5",)}, "stop_token_ids"),
         ({"stop_token_ids": (True,)}, "stop_token_ids"),
@@ -62,12 +65,18 @@ def test_a_limit_that_is_no_whole_number_in_range_is_refused_by_name(name, value
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"ignore_eos": None}, "ignore_eos"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_way_to_stop_that_cannot_be_meant_is_refused_by_name(params, name):
     """P1: above all a bare string, of which each letter would be a stop string."""
     with pytest.raises(UserError, match=name):
         StopParams(**params)
+
+
+def test_what_ends_an_answer_may_be_as_much_as_is_told():
+    """P1: exactly the bounds; an id that is given twice counts once."""
+    stops = StopParams(stop=("a" * 1000,) * 256, stop_token_ids=tuple(range(512)) * 2)
+    assert len(stops.stop) == 256 and stops.stop_token_ids == tuple(range(512))
 
 
 # Commit

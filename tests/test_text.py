@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tokenizer_samples as samples
 from lampejo.errors import UserError
-from lampejo.text import TextStream
+from lampejo.text import TextStream, _borders
 from lampejo.tokenizer import Tokenizer, from_gguf
 
 BYTE_LEVEL = from_gguf(samples.gguf_metadata("qwen2"))
@@ -161,6 +161,16 @@ def test_the_earliest_position_wins_whatever_the_order(stop: list[str]) -> None:
     )
     text, state = stream(tokenizer, [0, 1, 2], stop, ())
     assert (text, state.stop_match) == ("a", "bcde")
+
+
+def test_stop_strings_are_prepared_once_for_all_answers_to_a_call() -> None:
+    """Fault: n answers to each of many prompts took the work times their number, beside everybody's streams."""
+    stop = [f"prepared once {i}" for i in range(200)] * 2
+    before = _borders.cache_info().misses
+    streams = [TextStream(BYTE_LEVEL, stop) for _ in range(3)]
+    others = [text.fresh() for text in streams]
+    assert _borders.cache_info().misses == before + 200
+    assert all(len(text._stops) == 200 for text in streams + others)
 
 
 def test_text_that_may_become_a_stop_string_is_held_back_and_released() -> None:

@@ -5,6 +5,7 @@ Lengths of a request: ``num_prompt`` tokens of the prompt, ``len(ids)`` committe
 While a request decodes, num_computed == len(ids) - 1: the last committed token is the anchor of the next block.
 """
 
+import re
 import secrets
 import time
 from collections import Counter
@@ -21,11 +22,19 @@ from lampejo.guide import Guide
 from lampejo.sampling import History, SamplingParams, check_number
 from lampejo.states import RowState
 
+# Each stop string is looked for in every token of every answer, by the thread that all requests share. OpenAI takes 4;
+# chats of many speakers send some dozens.
+MAX_STOPS = 256
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 1024
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 @dataclass(frozen=True)
 class StopParams:
     """When an answer ends. max_tokens None means: at the context limit. min_tokens masks EOS and stop ids below it; a
-    grammar that is at its end ends the answer all the same."""
+    grammar that is at its end ends the answer all the same. Up to 256 stop strings of 1,000 characters
+    each, and 1,024 ids."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -42,8 +51,14 @@ class StopParams:
             raise UserError(message, field="min_tokens")
         if not isinstance(self.stop, tuple) or any(not isinstance(s, str) or not s for s in self.stop):
             raise UserError("stop must be one or more strings, none of them empty.", field="stop")
+        if len(self.stop) > MAX_STOPS:
+            message = f"stop has {len(self.stop):,} strings; there can be {MAX_STOPS}."
+            raise UserError(message, "Leave some out.", field="stop")
         for text in self.stop:
-            if any("\ud800" <= char <= "\udfff" for char in text):
+            if len(text) > MAX_STOP_CHARS:
+                message = f"stop has a string of {len(text):,} characters; each can have {MAX_STOP_CHARS:,}."
+                raise UserError(message, "Give the end of it alone.", field="stop")
+            if _SURROGATE.search(text):
                 message = f"stop has {shown(text)}, which is not UTF-8 text."
                 raise UserError(message, "No answer can ever match it.", field="stop")
         if not isinstance(self.stop_token_ids, tuple):
@@ -51,8 +66,12 @@ class StopParams:
         if not isinstance(self.ignore_eos, bool):
             message = f"ignore_eos must be true or false, not {shown(self.ignore_eos)}."
             raise UserError(message, field="ignore_eos")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            message = f"stop_token_ids has {len(self.stop_token_ids):,} ids; there can be {MAX_STOP_IDS:,}."
+            raise UserError(message, "Leave some out, or give stop strings.", field="stop_token_ids")
         for token_id in self.stop_token_ids:
             check_number("stop_token_ids", token_id, 0, 2**31, whole=True, what=" entry")
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
 
 
 class TextSink(Protocol):

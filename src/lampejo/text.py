@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 
 from lampejo.errors import UserError
 from lampejo.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ class TextStream:
         self.stop_match: str | None = None  # the stop string that ended the text
         self._settings = (tokenizer, stop, prompt_ids, min_tokens)
         self._min_tokens = min_tokens
-        self._stops = [_StopString(text) for text in stop]
+        self._stops = [_StopString(text) for text in dict.fromkeys(stop)]
         continues = any(tokenizer.piece(token_id) for token_id in prompt_ids)
         self._decoder = _ByteDecoder(tokenizer) if tokenizer.rules.byte_level else _PieceDecoder(tokenizer, continues)
         self._taken: list[str] = []
@@ -89,14 +90,7 @@ class _StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self._fallback = [0] * len(text)  # longest proper border of text[: i + 1]
-        border = 0
-        for i in range(1, len(text)):
-            while border and text[i] != text[border]:
-                border = self._fallback[border - 1]
-            if text[i] == text[border]:
-                border += 1
-            self._fallback[i] = border
+        self._fallback = _borders(text)
 
     def feed(self, piece: str) -> int | None:
         """Where the first occurrence completed by ``piece`` begins, from the start of the piece; None without one."""
@@ -114,6 +108,20 @@ class _StopString:
                     matched = fallback[-1]
         self.matched = matched
         return found
+
+
+@lru_cache(maxsize=1024)
+def _borders(text: str) -> list[int]:
+    """Of each beginning of the text the longest proper border. Remembered, since answers to one call have the same stop
+    strings."""
+    borders, border = [0] * len(text), 0
+    for i in range(1, len(text)):
+        while border and text[i] != text[border]:
+            border = borders[border - 1]
+        if text[i] == text[border]:
+            border += 1
+        borders[i] = border
+    return borders
 
 
 class _ByteDecoder:
