@@ -268,6 +268,26 @@ def test_top_p_reaches_as_far_as_it_must():
 # Penalties, bias, masks
 
 
+def test_a_bias_of_the_whole_vocabulary_is_checked_to_the_last_entry():
+    """P1: it is looked at as a whole first, and may be as large as the vocabulary."""
+    whole: dict[Any, Any] = dict.fromkeys(range(VOCAB), 0.5)
+    assert len(SamplingParams(logit_bias=whole).logit_bias) == VOCAB
+    for wrong in ({VOCAB: math.nan}, {VOCAB: "1"}, {VOCAB: 101}, {VOCAB: True}, {-1: 1}, {"5": 1}):
+        with pytest.raises(UserError, match="logit_bias"):
+            SamplingParams(logit_bias=whole | wrong)
+
+
+def test_what_processors_need_of_a_request_is_made_once_not_in_each_step():
+    """Fault: a bias of the whole vocabulary, and the ids of a long prompt, became tensors again for every token."""
+    params = SamplingParams(logit_bias={5: 1.0, 3: -100}, repetition_penalty=1.5)
+    history = History(frozenset([2, 4]))
+    made = [(*params.bias, history.prompt_index)]
+    for _ in range(2):
+        process_logits(torch.zeros(2, 8), params, history, [1], [(), ()])
+        made.append((*params.bias, history.prompt_index))
+    assert all(now is first for later in made[1:] for now, first in zip(later, made[0], strict=True))
+
+
 def penalised_by_definition(
     scores: list[float], params: SamplingParams, prompt: frozenset[int], output: list[int]
 ) -> list[float]:

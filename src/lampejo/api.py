@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -19,7 +19,7 @@ from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
 from lampejo.grammar import Grammar, Grammars
 from lampejo.loader import Loaded, load_model, with_thinking
 from lampejo.prompt_bound import PromptBound
-from lampejo.request import Request, StopParams, TokenDelta
+from lampejo.request import Request, StopParams, TokenDelta, seed_or_drawn
 from lampejo.sampling import SamplingParams, check_number
 from lampejo.text import TextStream
 
@@ -256,11 +256,11 @@ class LLM:
     def another(self, request: Request, seed: int | None) -> Request:
         """A request for another answer to the same prompt. None draws a seed."""
         assert isinstance(request.text, TextStream)
-        sampling = replace(request.sampling, seed=seed)
-        return Request(
+        SamplingParams(seed=seed)  # its check
+        made = Request(
             next(self._ids),
             request.prompt_ids,
-            sampling,
+            request.sampling,
             request.stops,
             request.text.fresh(),
             drafts=request.drafts,
@@ -268,6 +268,8 @@ class LLM:
             prompt_logprobs=request.prompt_logprobs,
             guide=request.guide.fresh() if request.guide else None,
         )
+        made.seed = seed_or_drawn(seed)
+        return made
 
     def answer_start(self, prompt_ids: Sequence[int], is_chat: bool = True) -> Start:
         """Whether the answer to a prompt begins with reasoning; one to a raw prompt only where the prompt says so."""

@@ -168,7 +168,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt_ids)
-        self.seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(63)
+        self.seed = seed_or_drawn(self.sampling.seed)
         self.stats = DraftStats(policy="lossless" if self.typical is None else "typical")
         self.history = History(frozenset(self.prompt_ids) if self.sampling.has_penalties else frozenset(), Counter())
 
@@ -188,6 +188,10 @@ class Request:
     def num_uncomputed(self) -> int:
         """Committed tokens whose keys and values are not in pages yet; 1 while decoding."""
         return len(self.ids) - self.num_computed
+
+
+def seed_or_drawn(seed: int | None) -> int:
+    return secrets.randbits(63) if seed is None else seed
 
 
 @dataclass(frozen=True)

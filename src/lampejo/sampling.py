@@ -15,6 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -57,9 +59,10 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             message = f"logit_bias must map token ids to numbers, not be {shown(self.logit_bias)}."
             raise UserError(message, field="logit_bias")
-        for token_id, bias in self.logit_bias.items():
-            check_number("logit_bias", token_id, 0, 2**31, whole=True, what=" token id")
-            check_number("logit_bias", bias, -100, 100, what=f" of token {token_id}")
+        if not _is_bias(self.logit_bias):
+            for token_id, bias in self.logit_bias.items():
+                check_number("logit_bias", token_id, 0, 2**31, whole=True, what=" token id")
+                check_number("logit_bias", bias, -100, 100, what=f" of token {token_id}")
         if self.seed is not None:
             check_number("seed", self.seed, -(2**63), 2**64 - 1, whole=True)
         if self.logprobs is not None:
@@ -68,6 +71,23 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logit_bias`` as ids and numbers [K]. Made once for all steps of all answers that share it: it may be as
+        large as the vocabulary."""
+        return torch.tensor(list(self.logit_bias)), torch.tensor(list(self.logit_bias.values()), dtype=torch.float32)
+
+
+def _is_bias(bias: Mapping[int, float]) -> bool:
+    """Whether all is as it should be, looked at without a line of Python for each entry."""
+    if not bias:
+        return True
+    ids, numbers = bias.keys(), bias.values()
+    if not (set(map(type, ids)) == {int} and set(map(type, numbers)) <= {int, float}):
+        return False
+    is_small = min(numbers) >= -100 and max(numbers) <= 100  # of a NaN they tell nothing
+    return min(ids) >= 0 and max(ids) <= 2**31 and is_small and all(map(math.isfinite, numbers))
 
 
 def check_number(
@@ -92,6 +112,11 @@ class History:
 
     prompt: frozenset[int] = frozenset()
     output: Counter[int] = field(default_factory=Counter)
+
+    @cached_property
+    def prompt_index(self) -> torch.Tensor:
+        """The prompt's ids [K], made once for all steps."""
+        return torch.tensor(sorted(self.prompt), dtype=torch.long)
 
 
 def gumbel_noise(seed: int, positions: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
@@ -176,11 +201,12 @@ def process_logits(
     if params.has_penalties:
         _penalise(logits, params, history, drafts)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[:, ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-    for j, ids_at_j in enumerate(hidden_ids):
-        if ids_at_j:
-            logits[j, list(ids_at_j)] = -math.inf
+        ids, numbers = (part.to(logits.device) for part in params.bias)
+        logits.index_add_(1, ids, numbers.to(logits.dtype).expand(len(logits), -1))
+    for hidden, group in groupby(range(len(hidden_ids)), hidden_ids.__getitem__):
+        if hidden:
+            rows = list(group)
+            logits[rows[0] : rows[-1] + 1].index_fill_(1, torch.tensor(hidden, device=logits.device), -math.inf)
     for j, mask in enumerate(masks):
         if mask is not None:
             logits[j].masked_fill_(~mask.to(logits.device), -math.inf)
@@ -188,23 +214,31 @@ def process_logits(
 
 
 def _penalise(logits: torch.Tensor, params: SamplingParams, history: History, drafts: Sequence[int]) -> None:
-    """In place on logits [N, V]; all positions at once, over the K ids that stand anywhere before the last of them."""
+    """In place on logits [N, V]; all positions at once: first the repetition of what stands in the prompt, then the K
+    ids that stand anywhere in the answer before the last position."""
     device = logits.device
-    ids = list(dict.fromkeys([*history.prompt, *history.output, *drafts]))
+    if params.repetition_penalty != 1:
+        index = history.prompt_index.to(device)
+        logits.index_copy_(1, index, _repeated(logits.index_select(1, index), params))
+    ids = list(dict.fromkeys([*history.output, *drafts]))
     column = {token_id: k for k, token_id in enumerate(ids)}
     index = torch.tensor(ids, dtype=torch.long, device=device)
     in_prompt = torch.tensor([i in history.prompt for i in ids], dtype=torch.bool, device=device)
     counts = torch.tensor([history.output[i] for i in ids], dtype=logits.dtype, device=device).repeat(len(logits), 1)
     for j, token_id in enumerate(drafts):
         counts[j + 1 :, column[token_id]] += 1
-    scores = logits[:, index]  # [N, K]
+    scores = logits.index_select(1, index)  # [N, K]
     if params.repetition_penalty != 1:
-        penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-        scores = torch.where(in_prompt | (counts > 0), penalised, scores)
+        scores = torch.where(~in_prompt & (counts > 0), _repeated(scores, params), scores)
     if params.presence_penalty or params.frequency_penalty:
         less = params.presence_penalty + params.frequency_penalty * counts
         scores = torch.where(counts > 0, scores - less, scores)
-    logits[:, index] = scores
+    logits.index_copy_(1, index, scores)
+
+
+def _repeated(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Of ids that are there already."""
+    return torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
 
 
 def choose(logits: torch.Tensor, params: SamplingParams, seed: int, positions: Sequence[int]) -> torch.Tensor:
