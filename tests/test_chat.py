@@ -328,6 +328,24 @@ def test_what_cannot_be_continued_is_refused(template: str, content: str, words:
         render_chat(template, messages, TOKENIZER, continue_final_message=True)
 
 
+def test_a_text_that_imitates_the_marks_hides_no_message_that_is_lost() -> None:
+    """Fault: marks that can be known beforehand; with them in its text, a request switched off the check for others."""
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{# marks #}"
+    marks = "".join(f"\ue0c1{i}\ue0df\ue0c1{k}:{i}\ue0df" for i in range(3) for k in range(30)) + "\ue0c0\ue0de"
+    lost = [{"role": "user", "content": marks}, {"role": "critic", "content": "No."}]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"messages\[1\] would be lost"):
+            chat.check_that_all_is_told(template, lost, TOKENIZER)
+
+
+def test_a_text_that_imitates_the_mark_of_a_continued_message_cuts_no_prompt() -> None:
+    """Fault: the prompt ended at the last mark in it, whoever had put it there."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %} {{ note }}"
+    told = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "two\ue0c0\ue0de"}]
+    text = render_chat(template, told, TOKENIZER, continue_final_message=True, note="\ue0c0\ue0de \ue0c07\ue0de")
+    assert text == "Onetwo\ue0c0\ue0de"
+
+
 def test_a_template_is_looked_at_once_for_each_kind_of_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: every prompt is rendered twice for a check whose outcome is known."""
     rendered = []

@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -22,9 +23,11 @@ MAX_SECONDS = 10.0  # wall-clock time of one rendering, looked at in each step
 MAX_CHARS = 16_000_000  # of the rendered prompt
 MAX_REPEAT = 1_000_000  # characters or items that one multiplication may make
 
-_CONTINUED = "\ue0c0\ue0de"  # private characters, put where a message is to be continued
-_PROBE = "\ue0c1{}\ue0df"  # and where it is to be seen whether a message is rendered
-_PROBES = re.compile(_PROBE.format("[0-9]+"))
+# Private characters, put where a message is to be continued, and where it is to be seen whether a message is rendered.
+# Between them stands a number that is drawn for each rendering, so that no text can have one beforehand.
+_CONTINUED = "\ue0c0{}\ue0de"
+_PROBE = "\ue0c1{}:{}\ue0df"
+_PROBES = re.compile(_PROBE.format("[0-9]+", "[0-9]+"))
 _MAX_KINDS = 100  # of messages that are remembered of one template; a request may make up roles
 
 _budget: ContextVar["_Budget"] = ContextVar("chat_template_budget")
@@ -102,9 +105,10 @@ def _render_to_be_continued(
             "Give some, or leave it out.",
             field="continue_final_message",
         )
-    marked = [*before, {**last, "content": content + _CONTINUED}]
-    text, mark, _ = render_chat(template, marked, tokenizer, False, tools, **template_kwargs).rpartition(_CONTINUED)
-    if not mark:
+    mark = _CONTINUED.format(_drawn())
+    marked = [*before, {**last, "content": content + mark}]
+    text, found, _ = render_chat(template, marked, tokenizer, False, tools, **template_kwargs).rpartition(mark)
+    if not found:
         raise UserError("The chat template leaves the last message's text out, so that nothing can continue it.")
     return text
 
@@ -123,7 +127,8 @@ def check_that_all_is_told(
     kinds = [
         (message["role"], i == 0, bool(message.get("tool_calls")), has_tools) for i, message in enumerate(messages)
     ]
-    marks = {i: _PROBE.format(i) for i, kind in enumerate(kinds) if kind not in known}
+    drawn = _drawn()
+    marks = {i: _PROBE.format(drawn, i) for i, kind in enumerate(kinds) if kind not in known}
     marked = {i: other for i, mark in marks.items() if (other := _marked(messages[i], mark)) is not None}
     if not marked:
         return
@@ -143,6 +148,10 @@ def check_that_all_is_told(
             )
     if len(known) < _MAX_KINDS:
         known.update(kinds[i] for i in marked)
+
+
+def _drawn() -> int:
+    return secrets.randbelow(10**18)
 
 
 @lru_cache(maxsize=32)
