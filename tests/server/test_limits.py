@@ -1,9 +1,15 @@
 """What one call may ask for, so that no other waits for it: beyond that it is refused by the name of the field."""
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 
+from lampejo.errors import UserError
+from lampejo.server import chat_job, fields
+from lampejo.server.errors import ApiError
+from lampejo.server.fields import Body, parse
 from server_app import ask, chat, client_of, model_saying
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -38,3 +44,71 @@ async def test_too_many_ends_are_refused_with_field_bound_and_remedy(fields, nam
                 response = await ask(client, chat(max_tokens=5, stop_sequences=stops), MESSAGES)
                 assert message(response).startswith("stop_sequences has") and bound in message(response)
             assert not llm.engine.has_work
+
+
+async def test_n_answers_share_what_is_made_of_a_bias():
+    """Fault: a bias of the whole vocabulary was checked and made into tensors for each of n answers."""
+    with model_saying("Hello") as llm:
+        first = llm.make_request("abc", logit_bias={5: 1.0}, temperature=1.0, seed=3)
+        other, drawn = llm.another(first, 4), llm.another(first, None)
+        assert other.sampling is first.sampling is drawn.sampling
+        assert (first.seed, other.seed) == (3, 4) and drawn.seed not in (3, 4)
+        with pytest.raises(UserError, match="seed"):
+            llm.another(first, 2**64)
+
+
+# --- how much one body may have ---------------------------------------------------------------------------------------
+
+
+async def send(client: httpx.AsyncClient, raw: bytes, path: str) -> httpx.Response:
+    return await client.post(path, content=raw, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES, "/tokenize"])
+@pytest.mark.parametrize(
+    "part", [b'"metadata":[' + b'{"a":1},' * 90_000 + b"1]", b",".join(b'"k%d":1' % i for i in range(126_000))]
+)
+async def test_a_body_of_very_many_parts_is_refused_before_it_is_parsed(monkeypatch, path, part):
+    """Fault: parsing 16 MB of small objects held the lock of Python, and so every stream, for 1.7 seconds."""
+    monkeypatch.setattr(fields, "json", None)  # it is not come to
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            response = await send(client, b'{"messages":[{"role":"user","content":"x"}],' + part + b"}", path)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert "250,000 brackets, colons and commas" in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, 2, {"b": ""}]}, ', "\\", '\\"', '"[', '\\\\",', "a,\n", "\u0000,[é"])
+def test_marks_in_texts_do_not_count(monkeypatch, text):
+    """Whatever a text has, escaped or not; the count is that of the structure."""
+    monkeypatch.setattr(fields, "MAX_MARKS", 6)
+    body = {"x": text * 500, text: [1, 2]}
+    raw = json.dumps(body).encode()
+    assert parse(raw, Body).model_extra == body, "2 brackets, 2 colons, 2 commas"
+    with pytest.raises(ApiError, match="more than 6 brackets"):
+        parse(json.dumps({**body, "y": 1}).encode(), Body)
+
+
+async def test_too_many_messages_or_tools_are_refused_under_the_name_of_the_field(monkeypatch):
+    """Fault: half a million messages, checked and rendered one by one, before the prompt was found to be too long."""
+    monkeypatch.setattr(chat_job, "MAX_MESSAGES", 4)
+    monkeypatch.setattr(chat_job, "MAX_TOOLS", 2)
+    turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": "a"} for i in range(5)]
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}] * 3
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            for path, body, name in (
+                (CHAT, {"messages": turns}, "messages"),
+                (CHAT, chat(tools=tools), "tools"),
+                ("/tokenize", {"messages": turns}, "messages"),
+                (RESPONSES, {"input": turns}, "input"),
+                (RESPONSES, {"input": "a", "tools": [{"type": "function", **function}] * 3}, "tools"),
+                (MESSAGES, {"messages": turns, "max_tokens": 5}, "messages"),
+            ):
+                response = await ask(client, body, path)
+                bound = 2 if name == "tools" else 4
+                told = f"{name}: there are {bound + 1}; {bound} can be. Leave some out."
+                assert message(response) == told, path
+            assert (await ask(client, {"messages": turns[:3]})).status_code == 200

@@ -14,6 +14,10 @@ from lampejo.server.errors import from_user_error, refused
 from lampejo.server.fields import part_text
 from lampejo.server.service import Job
 
+# In one chat. All of them go through its template, for whose loops Python takes some microseconds a message.
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1_000
+
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -40,7 +44,7 @@ class ChatBody(Protocol):
 
 
 async def chat_job_of(body: ChatBody, style: Style) -> Job:
-    """``chat_job`` in another thread: a body has room for 300,000 messages, which take seconds."""
+    """``chat_job`` in another thread: ten thousand messages and a grammar take their time."""
     return await asyncio.to_thread(lambda: chat_job(body.chat(), style))
 
 
@@ -49,6 +53,9 @@ def chat_job(chat: Chat, style: Style) -> Job:
     and formats that cannot be enforced."""
     if not chat.messages:
         raise refused("messages", "there are none.")
+    for name, items, most in (("messages", chat.messages, MAX_MESSAGES), ("tools", chat.tools, MAX_TOOLS)):
+        if len(items) > most:
+            raise refused(chat.names.get(name, name), f"there are {len(items):,}; {most:,} can be. Leave some out.")
     template_kwargs = dict(chat.template_kwargs)
     tools = [_tool(tool, i) for i, tool in enumerate(chat.tools)]
     if chat.tool_choice == "none":
