@@ -11,7 +11,7 @@ from typing import Any
 
 from lampejo.api import LLM, Chunk
 from lampejo.cli_options import ModelOptions
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 from lampejo.request import DraftStats
 from lampejo.terminal import acceptance, drafter_line, drafting_mode, printable
 
@@ -177,7 +177,7 @@ class ChatSession:
         except FileExistsError:
             raise UserError(f"{name} exists already.", "Choose another name.") from None
         except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{name} cannot be written: {error}.", "Choose another name.") from None
+            raise UserError(f"{name} cannot be written: {why(error)}.", "Choose another name.") from None
         _note(f"Saved as {name}.")
 
     def _count(self, chunk: Chunk) -> None:

@@ -48,7 +48,8 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             raise UserError(f"{argument!r} is one argument too many.", "Put a text with spaces between quotes.")
         flag = argument.partition("=")[0]
-        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        names = {name.lstrip("-"): name for name in self._option_string_actions}  # dashes are no likeness
+        close = [names[name] for name in difflib.get_close_matches(flag.lstrip("-"), names, n=1)]
         raise UserError(f"Unknown flag {flag}.", f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'.")
 
 

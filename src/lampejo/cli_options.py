@@ -11,7 +11,7 @@ from typing import Any
 from lampejo.api import LLM
 from lampejo.cli_flags import PRESETS, TYPICAL_THRESHOLD
 from lampejo.config import Drafting, EngineConfig
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 from lampejo.grammar import Grammar
 from lampejo.loader import Loaded, has_thinking, load_model, with_thinking
 from lampejo.request import StopParams
@@ -145,7 +145,9 @@ def _json_schema(file: str) -> Grammar:
     try:
         schema = json.loads(Path(file).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--json-schema {file} cannot be read: {error}.", "Give a file with a JSON schema.") from None
+        raise UserError(
+            f"--json-schema {file} cannot be read: {why(error)}.", "Give a file with a JSON schema."
+        ) from None
     return Grammar.json_schema(schema, about="--json-schema")
 
 

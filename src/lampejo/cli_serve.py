@@ -13,7 +13,7 @@ import uvicorn
 
 from lampejo.api import LLM
 from lampejo.cli_options import ModelOptions
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 from lampejo.server import access_log
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig, is_loopback
@@ -77,8 +77,7 @@ def _listen(config: ServerConfig) -> socket.socket:
             raise UserError(
                 f"Port {config.port} of {config.host} is taken.", "End what listens there, or choose another --port."
             ) from None
-        why = error.strerror or str(error)
-        raise UserError(f"Nothing can listen at {config.host}, port {config.port}: {why}.") from None
+        raise UserError(f"Nothing can listen at {config.host}, port {config.port}: {why(error)}.") from None
     return listener
 
 
@@ -118,9 +117,9 @@ class Server(uvicorn.Server):
         self._service.draining = True
         self._loop.call_soon_threadsafe(todo)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()  # before signals are listened to
+        await super().serve(sockets)
 
     def _begin_to_drain(self) -> None:
         self._draining = self._loop.create_task(self._drain())

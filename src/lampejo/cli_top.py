@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 from lampejo.terminal import columns, number, printable, wants_color
 
 PREFIX = "lampejo:"
@@ -260,5 +260,4 @@ def _get(options: TopOptions, path: str) -> str:
         ) from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        why = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise UserError(f"{options.url} does not answer: {why}.", "Is 'lampejo serve' running there?") from None
+        raise UserError(f"{options.url} does not answer: {why(reason)}.", "Is 'lampejo serve' running there?") from None

@@ -13,6 +13,11 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def why(error: BaseException) -> str:
+    """What went wrong, in the system's words where it has some, without number and path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class DamagedModel(RuntimeError):
     """The weights compute what is no number; no answer can come of them."""
 

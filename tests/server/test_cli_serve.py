@@ -1,5 +1,6 @@
 """``lampejo serve`` as a process: its start, its end by signals, its exit codes; connections that break."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from makefiles import write_target
 
 from lampejo import cli_serve
 from lampejo.cli import USER_MISTAKE, main
+from lampejo.server.app import make_app
+from lampejo.server.config import ServerConfig
 from scripted import ids_of, knowing
 from server_app import chat, listening, model_saying
 
@@ -153,6 +157,37 @@ def test_told_twice_it_ends_at_once(serve):
     served.process.send_signal(signal.SIGINT)
     assert served.end()[0] == 0
     assert b'"message":"The server is shutting down."' in response.read()
+
+
+async def test_told_to_end_while_it_starts_it_ends(monkeypatch):
+    """O1. Fault: a signal before the loop is known is an AttributeError."""
+    with model_saying("Hi") as llm, socket.create_server(("127.0.0.1", 0)) as listener:
+        config = ServerConfig()
+        server = cli_serve.Server(make_app(llm, config), config)
+        load = uvicorn.Config.load
+
+        def told_meanwhile(config: uvicorn.Config) -> None:
+            server.handle_exit(signal.SIGTERM, None)
+            load(config)
+
+        monkeypatch.setattr(uvicorn.Config, "load", told_meanwhile)
+        async with asyncio.timeout(PATIENCE):
+            await server.serve([listener])
+    assert server.should_exit
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/version", "/v1/models", "/metrics"])
+def test_what_answers_get_answers_head_without_a_body(path):
+    """Load balancers and `curl -I` ask so; what follows on the connection is the next answer, not a body."""
+    with model_saying("Hi") as llm, listening(llm) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        for method in ("HEAD", "GET"):
+            connection.request(method, path)
+            response = connection.getresponse()
+            length, body = int(response.headers["Content-Length"]), response.read()
+            assert (response.status, len(body)) == (200, length if method == "GET" else 0)
+            assert length > 0
+        connection.close()
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys, monkeypatch):

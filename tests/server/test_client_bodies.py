@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from lampejo.server.anthropic import MessagesBody
+from lampejo.server.errors import ApiError
 from lampejo.server.fields import Body
 from lampejo.server.openai_chat import ChatBody
 from lampejo.server.openai_completions import CompletionBody
 from lampejo.server.responses import ResponsesBody
-from lampejo.server.sampling_fields import KNOWN
+from lampejo.server.sampling_fields import EFFORTS, KNOWN
 from server_app import ask, chat, client_of, events, text_of, thinking_model
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -521,6 +522,23 @@ def test_thinking_is_turned_off_by_the_same_words_in_both_forms_of_chats(fields)
     """P1. Fault: what docs/serving.md tells of chats is 400 at /v1/responses."""
     told = ResponsesBody.model_validate({"input": "Hello", **fields}).chat().template_kwargs
     assert told == ChatBody.model_validate({**chat(), **fields}).chat().template_kwargs == {"enable_thinking": False}
+
+
+def test_all_forms_of_chats_know_the_same_efforts():
+    """P1. Fault: "max" is refused by one API, and a typing error passes at another."""
+
+    def forms(effort: Any) -> list[Any]:
+        return [
+            ChatBody.model_validate(chat(reasoning_effort=effort)),
+            ResponsesBody.model_validate({"input": "Hello", "reasoning": {"effort": effort}}),
+            MessagesBody.model_validate(chat(max_tokens=9, output_config={"effort": effort})),
+        ]
+
+    for effort in EFFORTS:
+        assert all(body.chat().template_kwargs["reasoning_effort"] == effort for body in forms(effort))
+    for body in forms("much"):
+        with pytest.raises(ApiError, match="none, minimal, low, medium, high, xhigh, max"):
+            body.chat()
 
 
 def test_no_effort_means_no_thinking_in_all_forms_of_chats():

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lampejo.server.counts import Counts
+from lampejo.server.errors import is_anthropic
 from lampejo.server.service import STARTED, Answers
 
 LOG = logging.getLogger("lampejo.access")
@@ -57,7 +58,7 @@ class AccessLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                if scope["path"].startswith("/v1/messages"):
+                if is_anthropic(scope["path"]):
                     headers["Request-Id"] = request_id  # what Anthropic calls it
             await send(message)
 

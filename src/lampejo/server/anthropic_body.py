@@ -9,7 +9,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import Body, part_text, string
-from lampejo.server.sampling_fields import KNOWN, complete
+from lampejo.server.sampling_fields import KNOWN, complete, effort_of
 
 NAMES = {
     "stop": "stop_sequences",
@@ -93,10 +93,8 @@ class PromptBody(Body):
             if self.thinking.get("display") not in (None, "summarized", "omitted"):
                 raise refused("thinking", "its display is summarized or omitted.")
             kwargs["enable_thinking"] = kind != "disabled"
-        effort = (self.output_config or {}).get("effort")
+        effort = effort_of((self.output_config or {}).get("effort"), "output_config")
         if effort is not None:
-            if not isinstance(effort, str):
-                raise refused("output_config", "effort is none, low, medium, high, xhigh or max.")
             kwargs["reasoning_effort"] = effort
             if effort == "none":
                 kwargs.setdefault("enable_thinking", False)

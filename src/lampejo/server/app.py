@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lampejo import __version__, web
 from lampejo.api import LLM
@@ -46,16 +47,27 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _our_mistake)
+    app.add_middleware(HeadAsGet)
     security.protect(app, config)
     app.add_middleware(AccessLog, counts=service.counts)
     app.add_middleware(Linger)
     return app
 
 
+class HeadAsGet:
+    """Whatever answers GET answers HEAD too; HTTP servers leave the body out by themselves."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
+
+
 def _told(request: Request, error: ApiError) -> Response:
-    is_anthropic = request.url.path.startswith("/v1/messages")
-    body = error.anthropic() if is_anthropic else error.openai()
-    return JsonResponse(body, status_code=error.status, headers=error.headers)
+    return JsonResponse(error.body(request.url.path), status_code=error.status, headers=error.headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -23,6 +23,11 @@ _ANTHROPIC_TYPES = {
 }
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API; all others are OpenAI's, or are told to its clients."""
+    return path.startswith("/v1/messages")
+
+
 class ApiError(Exception):
     """A request that is not answered: HTTP status, message, and which field of the body it is about."""
 
@@ -48,6 +53,10 @@ class ApiError(Exception):
         """The body of the response, or of the last event of a stream, as OpenAI writes it."""
         kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """In the shape of the API that ``path`` belongs to."""
+        return self.anthropic() if is_anthropic(path) else self.openai()
 
     def anthropic(self) -> dict[str, Any]:
         """The same as Anthropic writes it."""

@@ -8,7 +8,7 @@ where origin is "target" or the drafter that proposed the token.
 
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
 from lampejo.server.respond import prompt_logprobs, respond
-from lampejo.server.sampling_fields import ThinkingBody, complete
+from lampejo.server.sampling_fields import ThinkingBody, complete, effort_of
 from lampejo.server.service import Answers, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class ChatBody(ThinkingBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -68,7 +68,7 @@ class ChatBody(ThinkingBody):
             if self.stream:
                 raise refused("prompt_logprobs", "they are not told in streams.")
             params["prompt_logprobs"] = self.prompt_logprobs
-        kwargs, budget = self.thoughts(self.reasoning_effort)
+        kwargs, budget = self.thoughts(effort_of(self.reasoning_effort, "reasoning_effort"))
         if budget is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
         if self.add_generation_prompt is not None:

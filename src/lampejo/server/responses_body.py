@@ -8,7 +8,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import part_text, string
-from lampejo.server.sampling_fields import ThinkingBody, complete
+from lampejo.server.sampling_fields import ThinkingBody, complete, effort_of
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -85,10 +85,7 @@ class ResponsesBody(ThinkingBody):
         for name, value in harmless.items():
             if reasoning.get(name) not in (None, value):
                 raise refused("reasoning", f"{name} cannot be {shown(reasoning[name])} here. Leave it out.")
-        effort = reasoning.get("effort")
-        if effort is not None and not isinstance(effort, str):
-            raise refused("reasoning", "effort is none, minimal, low, medium, high, xhigh or max.")
-        return effort
+        return effort_of(reasoning.get("effort"), "reasoning")
 
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""

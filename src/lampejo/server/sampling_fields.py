@@ -198,6 +198,16 @@ class SamplingBody(Body):
         return bool(value)
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of all APIs; a template may know fewer
+
+
+def effort_of(value: Any, field: str) -> str | None:
+    """How much a model is to think. ``field``: where the API that was called has it, for errors."""
+    if value is None or value in EFFORTS:
+        return value
+    raise refused(field, f"the effort is {shown(value)}; there are {', '.join(EFFORTS)}.")
+
+
 class ThinkingBody(SamplingBody):
     """What OpenAI's chats have in common: how they say whether, and how long, a model thinks."""
 

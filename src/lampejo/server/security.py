@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 from lampejo.server.config import ServerConfig, is_loopback
 from lampejo.server.errors import ApiError
 from lampejo.server.http import JsonResponse
@@ -98,8 +98,8 @@ def find_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
         try:
             lines = Path(file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UserError(f"--api-key-file {file} cannot be read: {why}.") from None
+            told = why(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise UserError(f"--api-key-file {file} cannot be read: {told}.") from None
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
             raise UserError(f"--api-key-file {file} has no key.", "Put one on each line.")
@@ -126,5 +126,4 @@ def _is_own_name(host: str) -> bool:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    body = error.anthropic() if scope["path"].startswith("/v1/messages") else error.openai()
-    await JsonResponse(body, status_code=error.status, headers=error.headers)(scope, receive, send)
+    await JsonResponse(error.body(scope["path"]), status_code=error.status, headers=error.headers)(scope, receive, send)

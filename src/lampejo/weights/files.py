@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 
 _MAX_JSON = 64 << 20
 
@@ -46,7 +46,7 @@ def open_file(path: Path) -> BinaryIO:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", "Check the path and its permissions.") from None
+        raise UserError(f"{path} cannot be read: {why(error)}.", "Check the path and its permissions.") from None
 
 
 def read_bytes(file: BinaryIO, path: Path, offset: int, num_bytes: int) -> Tensor:

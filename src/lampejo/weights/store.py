@@ -21,7 +21,7 @@ from typing import Any
 import platformdirs
 from tqdm import tqdm
 
-from lampejo.errors import UserError
+from lampejo.errors import UserError, why
 from lampejo.weights import hub
 from lampejo.weights.aliases import ALIASES, Alias, Piece
 
@@ -70,7 +70,7 @@ def pull(spec: str | Path, progress: bool = True) -> Path:
             return _pull_alias(spec, ALIASES[spec], progress)
         except OSError as error:
             raise UserError(
-                f"The cache folder {cache_dir()} cannot be used: {error}.",
+                f"The cache folder {cache_dir()} cannot be used: {why(error)}.",
                 "Make room, or let LAMPEJO_CACHE name another folder.",
             ) from None
     found = _local(spec)
