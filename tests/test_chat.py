@@ -309,7 +309,7 @@ def test_rendering_twice_gives_the_same_and_leaves_the_messages_alone() -> None:
 
 @pytest.mark.parametrize("template", ["{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"])
 def test_a_message_to_be_continued_ends_the_prompt(template: str) -> None:
-    """Issue 5: no end of turn after it, and its last blank stays, whatever the template does to texts."""
+    """No end of turn after it, and its last blank stays, whatever the template does to texts."""
     messages = [{"role": "user", "content": "One, two"}, {"role": "assistant", "content": "three, "}]
     continued = render_chat(template, messages, TOKENIZER, continue_final_message=True)
     assert continued == "<user>One, two</><assistant>three, "

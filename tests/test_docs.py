@@ -129,5 +129,17 @@ def test_all_modules_stand_in_the_readme_and_the_design():
     """Fault: a new module that no reader is told of."""
     modules = [path.name for path in (ROOT / "src" / "lampejo").rglob("*.py") if not path.name.startswith("__")]
     for page in (ROOT / "README.md", ROOT / "docs" / "design.md"):
-        text = page.read_text("utf-8")
-        assert [name for name in modules if name not in text] == [], page.name
+        named = set(re.findall(r"\b\w+\.py\b", page.read_text("utf-8")))
+        assert [name for name in modules if name not in named] == [], page.name
+
+
+def test_all_cases_that_tests_name_are_told_and_tested():
+    """Fault: an id that leads nowhere, or a case that no test is left of."""
+    case = re.compile(r"\b(?:[LBTSPMVO][1-9]|C[1-9]0?)\b")
+    told = set(re.findall(rf"^\| ({case.pattern}) ", (ROOT / "tests" / "README.md").read_text("utf-8"), re.MULTILINE))
+    docstrings = [
+        text
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for text in re.findall(r'"""(.*?)"""', file.read_text("utf-8"), re.DOTALL)
+    ]
+    assert {name for text in docstrings for name in case.findall(text)} == told

@@ -147,7 +147,7 @@ def test_a_drafter_that_does_not_fit_is_refused(target: Path, tmp_path: Path, ch
     ],
 )
 def test_impossible_settings_are_refused_before_any_work(target: Path, changes: dict[str, Any], message: str):
-    """Issue 2, bad input: a number that cannot work; a billion threads would end the process."""
+    """A number that cannot work; a billion threads would end the process."""
     before = torch.get_num_threads()
     with pytest.raises(UserError, match=message):
         load(target, **changes)

@@ -150,7 +150,7 @@ def steps_to_first_token(scheduler: Scheduler, request: Request) -> int:
 
 
 def test_a_short_prompt_beside_a_long_one_soon_has_its_first_token():
-    """Issue 5, fair scheduling. Fault: thirty tokens wait until a document of thousands has been read."""
+    """Fault: thirty tokens wait until a document of thousands has been read."""
     scheduler = make_scheduler(num_pages=300, max_context=2000)
     long, next_long, short = request_of(1000), request_of(1000, 1100), request_of(30, 2200)
     scheduler.add(long)
@@ -163,7 +163,7 @@ def test_a_short_prompt_beside_a_long_one_soon_has_its_first_token():
 
 
 def test_a_long_prompt_advances_while_short_ones_keep_coming():
-    """Issue 5, fair scheduling: half of each step is the oldest's, and in its time the next one's."""
+    """Half of each step is the oldest's, and in its time the next one's."""
     scheduler = make_scheduler(num_pages=300, max_context=2000)
     longs = [request_of(1000), request_of(1000, 1100)]
     for request in longs:

@@ -114,7 +114,7 @@ def test_tensors_equal_those_that_transformers_loads_from_the_same_file(oracle: 
 
 
 def test_greedy_answers_equal_those_of_transformers(answers: list[Answer]):
-    """Issue 2 point 4: 128 tokens for ten prompts, drafted and verified in one batch; ties by ``NEAR_TIE`` alone."""
+    """128 tokens for ten prompts, drafted and verified in one batch; ties by ``NEAR_TIE`` alone."""
     for question, answer in zip(QUESTIONS, answers, strict=True):
         ids = torch.tensor(answer.completion.ids)
         assert len(ids) == NUM_TOKENS
@@ -135,7 +135,7 @@ def test_the_text_that_transformers_generates_is_the_same(answers: list[Answer],
 
 
 def test_logits_and_taps_equal_those_of_transformers_on_the_real_model(llm: LLM, answers: list[Answer]):
-    """Issue 2 point 4: dequantisation and head order of a real GGUF file; taps after the layers that they name."""
+    """Dequantisation and head order of a real GGUF file; taps after the layers that they name."""
     answer = answers[0]
     logits, taps = forward(llm.engine.runner.target, answer.ids, tuple(range(29)))
     assert (logits[len(answer.prompt_ids) - 1 : -1] - answer.logits).abs().max() < NEAR_TIE
@@ -176,7 +176,7 @@ def test_512_tokens_with_drafts_of_both_kinds_equal_plain_decoding(fast_llm: LLM
 
 
 def test_auto_takes_the_drafter_of_the_package_beside_ngram():
-    """Issue 2 point 6: the default needs no name and no download."""
+    """The default needs no name and no download."""
     loaded, _ = load_model("smollm2", "auto", EngineConfig(max_context=256), None, None)
     assert loaded.info["drafters"] == ["ngram", "dflash"]
     assert loaded.info["drafter"] == "smollm2-135m-dflash-proto"

@@ -38,7 +38,7 @@ def test_plain_always_takes_part_and_drafts_nothing():
 
 @pytest.mark.parametrize(("rates", "lowest", "highest"), [([1.0] * 7, 1, 1), ([0.0] * 7, 0, 0), ([0.6] * 7, 0.5, 0.7)])
 def test_synthetic_drafts_are_right_at_the_given_rates(rates, lowest, highest):
-    """Issue 3: the engine apart from the drafter; measured rates mean the same as given ones."""
+    """The engine apart from the drafter; measured rates mean the same as given ones."""
     answer = ids_of("the quick brown fox jumps over the lazy dog and " * 8)
     drafter = SyntheticDrafter(rates, 97)
     request = make_request(ids_of("say:"), temperature=0.0)
@@ -53,7 +53,7 @@ def test_synthetic_drafts_are_right_at_the_given_rates(rates, lowest, highest):
 
 
 def test_synthetic_drafts_cost_what_the_loaded_drafter_costs():
-    """Issue 4, point 8: its passes are made and its context follows, but what it drafts is thrown away."""
+    """Its passes are made and its context follows, but what it drafts is thrown away."""
     loaded = tiny_loaded()
     made = make_speculators(loaded, ["dflash"], 15, [1.0] * 9)
     (drafter,), (alike,) = made[SYNTHETIC].drafters, made["dflash"].drafters

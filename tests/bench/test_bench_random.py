@@ -57,7 +57,7 @@ def run(script: ModuleType, capsys: pytest.CaptureFixture[str], *flags: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shape_is_measured_without_weights(name, script, small, capsys):
-    """Issue 4, point 8: all arms, a given acceptance, the costs of verifying; and the weights are called random."""
+    """All arms, a given acceptance, the costs of verifying; and the weights are called random."""
     flags = "--device cpu --dtype fp32 --sections categories,verify --categories chat --max-tokens 16 --width 4"
     found = run(script, capsys, name, *flags.split(), "--synthetic-acceptance", "0.7")
     assert found["failed"] == 0 and list(found["arms"]) == ["plain", "dflash", "synthetic"]

@@ -27,7 +27,7 @@ def tiny(monkeypatch):
 
 
 def test_the_last_line_is_one_object_and_the_page_is_written(tiny, capsys, tmp_path):
-    """Issue 3, point 1, from flags to the report."""
+    """From flags to the report."""
     page = tmp_path / "report.html"
     flags = "--json --categories chat,maths --max-tokens 4 --runs 1 --arms dflash,ngram --synthetic-acceptance 0.8,0.5"
     code = main(["bench", *flags.split(), "--report", str(page)])

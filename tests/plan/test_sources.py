@@ -50,7 +50,7 @@ def test_a_configuration_of_the_hub_wins_over_the_known_one(hub):
 
 
 def test_a_folder_needs_nothing_but_its_config(hub, tmp_path):
-    """Issue 4, point 7: from the configuration alone; quantised checkpoints have the sizes of the others."""
+    """From the configuration alone; quantised checkpoints have the sizes of the others."""
     folder = tmp_path / "Qwen3-4B"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(small(quantization_config={"quant_method": "fp8"})))

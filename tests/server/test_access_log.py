@@ -79,7 +79,7 @@ def server(caplog: pytest.LogCaptureFixture) -> Iterator[Server]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_line_tells_what_the_response_tells(server, stream):
-    """Issue 5, observability: tokens, cached tokens and acceptance length are those of the response."""
+    """Tokens, cached tokens and acceptance length are those of the response."""
     body = {"prompt": "abcdefgh" * 4, "max_tokens": 40, "n": 2}
     async with server.client() as client:
         told = (await client.post("/v1/completions", json=body)).json()
@@ -107,7 +107,7 @@ async def test_a_line_tells_what_the_response_tells(server, stream):
 
 
 async def test_no_line_has_text_of_the_user_or_of_the_model_or_a_key(server):
-    """Issue 5, security: a log is read by more people than may read the conversations."""
+    """A log is read by more people than may read the conversations."""
     async with server.client() as client:
         await client.post("/v1/completions?user=jane&api_key=sk-query", json={"prompt": "my password", "max_tokens": 9})
         await client.post("/v1/completions", json={"prompt": "q" * 600, "max_tokens": 9})
@@ -118,7 +118,7 @@ async def test_no_line_has_text_of_the_user_or_of_the_model_or_a_key(server):
 
 
 async def test_refused_and_broken_calls_are_told_and_counted(server):
-    """Issue 5, observability: what never reached the model is what an operator looks for."""
+    """What never reached the model is what an operator looks for."""
     async with server.client(raise_app_exceptions=False) as client:
         assert (await client.get("/v1/models", headers={"x-api-key": "no"})).headers["x-request-id"]
         await client.get("/nothing-here")
@@ -134,7 +134,7 @@ async def test_refused_and_broken_calls_are_told_and_counted(server):
 
 @pytest.mark.parametrize("given", ["trace-1:a/b+c=.", "x" * 128])
 async def test_a_caller_can_name_its_call(server, given):
-    """Issue 5, observability: one id through a whole system, also in the header that Anthropic's SDK reads."""
+    """One id through a whole system, also in the header that Anthropic's SDK reads."""
     async with server.client() as client:
         body = {"prompt": "abc", "max_tokens": 1}
         response = await client.post("/v1/messages", json=body, headers={"x-request-id": given})

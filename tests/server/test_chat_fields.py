@@ -328,7 +328,7 @@ async def test_a_text_that_is_only_counted_has_a_bound_of_its_own():
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
 async def test_counting_a_long_text_leaves_the_event_loop_alone(path, monkeypatch):
-    """Issue 5, serving engine. Fault: running streams stand still while ids are made, spelled and written."""
+    """Fault: running streams stand still while ids are made, spelled and written."""
     threads = []
 
     def noted(work):

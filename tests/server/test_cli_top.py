@@ -103,7 +103,7 @@ def snapshot(at: float = 0.0, text: str | None = None, **health: Any) -> Snapsho
 
 
 def test_one_snapshot_through_a_pipe_tells_everything(server, capsys):
-    """Issue 5, observability: a script, or a look over ssh."""
+    """A script, or a look over ssh."""
     assert main(["top", server.url, "--interval", "0.01"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
@@ -124,7 +124,7 @@ def test_one_snapshot_through_a_pipe_tells_everything(server, capsys):
 
 
 def test_the_view_compares_the_last_minute_with_everything(capsys):
-    """Issue 5, observability: speeds are of now; an average since yesterday hides that it is slow today."""
+    """Speeds are of now; an average since yesterday hides that it is slow today."""
     before = snapshot(0.0, metrics_text())
     after = snapshot(10.0, metrics_text(steps=110, accepted=(81, 50, 20), tokens=1300))
     lines = view([before, after], "http://x", color=False)
@@ -199,7 +199,7 @@ def test_a_server_in_trouble_is_shown_as_such(server, capsys):
     ids=lambda v: str(v)[:24],
 )
 def test_what_is_wrong_is_told_in_one_line(server, capsys, answers, message):
-    """Issue 5, observability: the wrong address, the wrong server, no key."""
+    """The wrong address, the wrong server, no key."""
     server.answers |= answers
     server.headers = {"Location": "/elsewhere"}
     assert main(["top", server.url, "--once", "--interval", "0.01"]) == USER_MISTAKE
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_told_in_one_line(server, capsys, answers, message):
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://127.0.0.1:1", "http://127.0.0.1:99999", "http://a b"])
 def test_an_address_where_nobody_is_is_told_in_one_line(url, capsys):
-    """Issue 5, observability: the server is not there."""
+    """The server is not there."""
     assert main(["top", url, "--once"]) == USER_MISTAKE
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -255,7 +255,7 @@ def test_it_starts_without_pytorch(server):
 
 
 def test_in_a_terminal_the_view_is_live_survives_a_gap_and_gives_the_screen_back(server):
-    """Issue 5, observability: the server restarts, the view goes on; Ctrl-C ends it with the cursor visible again."""
+    """The server restarts, the view goes on; Ctrl-C ends it with the cursor visible again."""
     master, slave = pty.openpty()
     argv = [sys.executable, "-m", "lampejo", "top", server.url, "--interval", "0.05"]
     env = os.environ | {"COLUMNS": "100", "LINES": "50", "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}

@@ -97,7 +97,7 @@ async def test_keys_hold_for_the_whole_application(llm, caplog):
 
 
 async def test_a_page_of_another_name_or_origin_gets_nothing_from_the_application(llm):
-    """Issue 5, security: DNS rebinding, and forms that need no permission."""
+    """DNS rebinding, and forms that need no permission."""
     async with client_of(llm) as client:
         rebound = await client.post("/v1/chat/completions", json=HELLO, headers={"Host": "evil.example.org:8000"})
         assert rebound.status_code == 403
@@ -109,7 +109,7 @@ async def test_a_page_of_another_name_or_origin_gets_nothing_from_the_applicatio
 
 
 async def test_metrics_tell_what_streams_and_wholes_told(llm):
-    """Issue 5, observability: over HTTP the totals are the sums of usage and of metrics.speculative_decoding."""
+    """Over HTTP the totals are the sums of usage and of metrics.speculative_decoding."""
     usages, stats = [], []
     async with client_of(llm, vllm_metrics=True) as client:
         for i in range(6):
@@ -156,7 +156,7 @@ async def test_a_mistake_of_ours_tells_its_id_and_nothing_of_its_inside(llm, mon
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_access_log_of_the_application_tells_tokens_but_no_text(llm, caplog, stream):
-    """Issue 5, observability: also where the answer is put together in a task of its own."""
+    """Also where the answer is put together in a task of its own."""
     body = HELLO | {"messages": [{"role": "user", "content": "confidential"}], "max_tokens": 7, "ignore_eos": True}
     with caplog.at_level(logging.INFO, "lampejo.access"):
         async with client_of(llm) as client:

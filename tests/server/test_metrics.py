@@ -95,7 +95,7 @@ async def until_idle(llm: LLM) -> None:
 
 
 async def test_the_totals_are_the_sums_over_the_requests():
-    """Issue 5, observability: a dashboard that disagrees with the responses' own statistics is of no use."""
+    """A dashboard that disagrees with the responses' own statistics is of no use."""
     prompts = ["abcdefgh" * 4, "abcdefgh" * 4 + "xyz", "some other text", "hello hello hello"]
     with served() as service:
         jobs = zip(prompts * 2, (40, 1, 17, 60, 33, 2, 40, 5), (1, 2, 1, 3, 1, 1, 1, 1), strict=True)
@@ -139,7 +139,7 @@ async def test_the_totals_are_the_sums_over_the_requests():
 
 
 async def test_aborts_and_timeouts_are_counted_as_such_and_the_totals_stay_exact():
-    """Issue 5, observability: what a reader left unread was drafted all the same, and is in the totals."""
+    """What a reader left unread was drafted all the same, and is in the totals."""
     with served() as service:
         answers = [
             await read(await service.start(job_of("abcabcabcabc", 400)), num_pieces) for num_pieces in (3, 0, 1, None)
@@ -192,7 +192,7 @@ async def test_a_failed_engine_is_counted_as_an_error(monkeypatch):
 
 
 async def test_running_and_waiting_requests_and_pages_are_told_as_they_are(monkeypatch):
-    """Issue 5, observability: gauges are read at the moment of the scrape."""
+    """Gauges are read at the moment of the scrape."""
     with served(max_rows=3, num_pages=64) as service:
         hold, at_work = threading.Event(), threading.Event()
         verify = service.llm.engine.runner.verify
@@ -235,7 +235,7 @@ VLLM_NAMES = {
 
 
 async def test_the_names_of_vllm_are_told_on_request_with_the_same_values():
-    """Issue 5, observability: a dashboard made for vLLM works unchanged."""
+    """A dashboard made for vLLM works unchanged."""
     with served(vllm_metrics=True) as service:
         await read(await service.start(job_of("abcabcabcabc", 60)))
         told = (await scrape(service)).samples

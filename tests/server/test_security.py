@@ -127,7 +127,7 @@ async def test_no_key_is_told_in_a_refusal_a_log_or_a_description(caplog):
 
 
 async def test_only_listed_origins_may_read_answers():
-    """Issue 5, security: no page of the web is allowed by default."""
+    """No page of the web is allowed by default."""
     origin, other = "https://chat.example.org", "https://evil.example.org"
     preflight = {
         "Access-Control-Request-Method": "POST",
@@ -182,7 +182,7 @@ FOREIGN_HOSTS = [
 
 @pytest.mark.parametrize("host", OWN_HOSTS + FOREIGN_HOSTS)
 async def test_without_a_key_only_calls_to_this_machine_by_its_own_name_are_answered(host):
-    """Issue 5, security: a page whose name is led to 127.0.0.1 must not read answers (DNS rebinding)."""
+    """A page whose name is led to 127.0.0.1 must not read answers (DNS rebinding)."""
     async with client_of(ServerConfig()) as client:
         for path in ("/", "/health", "/v1/models", "/v1/messages"):
             response = await client.get(path, headers={"Host": host})
@@ -238,7 +238,7 @@ def test_what_is_no_origin_is_refused(origin):
 
 
 def test_keys_come_from_flags_file_and_environment_together(tmp_path, monkeypatch):
-    """Issue 5, security: several keys; a child process inherits none."""
+    """Several keys; a child process inherits none."""
     file = tmp_path / "keys"
     file.write_text("# of the agents\nsk-a\n\n  sk-b  \n", "utf-8")
     monkeypatch.setenv("LAMPEJO_API_KEY", "sk-c, sk-d,sk-a,")

@@ -35,7 +35,7 @@ def test_without_flags_only_this_machine_is_served(serve):
 
 
 def test_every_flag_of_the_network_reaches_the_server(serve, tmp_path, monkeypatch):
-    """Issue 5, security and observability."""
+    """Security and observability."""
     file = tmp_path / "keys"
     file.write_text("sk-file\n", "utf-8")
     monkeypatch.setenv("LAMPEJO_API_KEY", "sk-environment")

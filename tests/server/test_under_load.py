@@ -228,7 +228,7 @@ async def test_what_is_wrong_with_one_request_fails_that_one_alone(monkeypatch):
 
 
 async def test_a_request_whose_time_is_over_before_its_first_token_is_told_so():
-    """Issue 5, deadlines: 504 where the response has not begun, an error event where it has."""
+    """504 where the response has not begun, an error event where it has."""
     with model_saying("Hello") as llm, Held(llm) as held:
         async with served(llm, timeout_s=0.02) as (client, service, _):
             response = await ask(client, chat())
@@ -240,7 +240,7 @@ async def test_a_request_whose_time_is_over_before_its_first_token_is_told_so():
 
 
 async def test_an_answer_that_has_begun_is_cut_at_its_deadline_with_what_there_is():
-    """Issue 5, deadlines: the reason is length, usage counts what was told."""
+    """The reason is length, usage counts what was told."""
     with model_saying(STORY) as llm, Held(llm) as held:
         async with served(llm, timeout_s=1) as (client, service, _):
             held.let(4)
@@ -253,7 +253,7 @@ async def test_an_answer_that_has_begun_is_cut_at_its_deadline_with_what_there_i
 
 
 async def test_the_time_of_a_request_runs_from_its_arrival():
-    """Issue 5, deadlines. Fault: the clock starts when the prompt is rendered and encoded, however long that took."""
+    """Fault: the clock starts when the prompt is rendered and encoded, however long that took."""
     with model_saying("Hello") as llm, Held(llm) as held:
         async with served(llm, timeout_s=600) as (_, service, _):
             answers = await service.start(Job([ids_of("Hello")], {"max_tokens": 3}))
@@ -336,7 +336,7 @@ async def test_a_silent_stream_is_kept_alive_by_comments():
 
 
 async def test_no_stream_waits_for_more_than_one_chunk_of_anothers_prompt():
-    """Issue 5, fair scheduling: whatever is being prefilled, each stream gets its tokens in every step."""
+    """Whatever is being prefilled, each stream gets its tokens in every step."""
     prompts = ["short", "x" * 300, "also short", "y" * 350]
     with model_saying(STORY * 2, page_size=8, max_rows=4, token_budget=24, num_pages=256) as llm, Held(llm) as held:
         async with served(llm) as (client, service, _):
