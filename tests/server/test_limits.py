@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from lampejo.errors import UserError
-from lampejo.server import chat_job, fields
+from lampejo.server import chat_job
+from lampejo.server import fields as fields_module
 from lampejo.server.errors import ApiError
 from lampejo.server.fields import Body, parse
 from server_app import ask, chat, client_of, model_saying
@@ -70,7 +71,7 @@ async def send(client: httpx.AsyncClient, raw: bytes, path: str) -> httpx.Respon
 )
 async def test_a_body_of_very_many_parts_is_refused_before_it_is_parsed(monkeypatch, path, part):
     """Fault: parsing 16 MB of small objects held the lock of Python, and so every stream, for 1.7 seconds."""
-    monkeypatch.setattr(fields, "json", None)  # it is not come to
+    monkeypatch.setattr(fields_module, "json", None)  # it is not come to
     with model_saying("Hello") as llm:
         async with client_of(llm) as client:
             response = await send(client, b'{"messages":[{"role":"user","content":"x"}],' + part + b"}", path)
@@ -82,7 +83,7 @@ async def test_a_body_of_very_many_parts_is_refused_before_it_is_parsed(monkeypa
 @pytest.mark.parametrize("text", ['{"a": [1, 2, {"b": ""}]}, ', "\\", '\\"', '"[', '\\\\",', "a,\n", "\u0000,[é"])
 def test_marks_in_texts_do_not_count(monkeypatch, text):
     """Whatever a text has, escaped or not; the count is that of the structure."""
-    monkeypatch.setattr(fields, "MAX_MARKS", 6)
+    monkeypatch.setattr(fields_module, "MAX_MARKS", 6)
     body = {"x": text * 500, text: [1, 2]}
     raw = json.dumps(body).encode()
     assert parse(raw, Body).model_extra == body, "2 brackets, 2 colons, 2 commas"
@@ -112,3 +113,29 @@ async def test_too_many_messages_or_tools_are_refused_under_the_name_of_the_fiel
                 told = f"{name}: there are {bound + 1}; {bound} can be. Leave some out."
                 assert message(response) == told, path
             assert (await ask(client, {"messages": turns[:3]})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        (CHAT, {"messages": [1] * 1000}, "messages: input should be a valid dictionary."),
+        (CHAT, chat(stop=[1] * 1000), "stop: input should be a valid string."),
+        (CHAT, chat(stop_token_ids=["a"] * 1000), "stop_token_ids: input should be a valid integer."),
+        (CHAT, chat(logit_bias={str(i): "a" for i in range(40)}), "logit_bias of token 0 must be a number, not 'a'."),
+        (TEXT, {"prompt": [None] * 1000}, "prompt: input should be a valid string; or input should be a valid integer"),
+        (TEXT, {"prompt": [[1] * 1000, [1, "a"] * 1000]}, "prompt: input should be a valid string"),
+        (RESPONSES, {"input": [1] * 1000}, "input: input should be a valid string; or input should be a valid dict"),
+        (MESSAGES, {"messages": [1] * 1000, "max_tokens": 1}, "messages: input should be a valid dictionary."),
+        ("/detokenize", {"tokens": ["a"] * 1000}, "tokens: input should be a valid integer."),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_of_many_wrong_items_the_first_is_told(monkeypatch, path, fields, told):
+    """Fault: 240,000 complaints, a second for each list that an API knows, four for a prompt of completions."""
+    counts = []
+    told_of = fields_module._told
+    monkeypatch.setattr(fields_module, "_told", lambda error: counts.append(error.error_count()) or told_of(error))
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            assert message(await ask(client, fields, path)).startswith(told)
+    assert max(counts, default=0) <= 4, "one for each form that the field can have"

@@ -1,9 +1,9 @@
 """How tokens are chosen and when an answer ends: fields of OpenAI's bodies, and those that vLLM adds."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from lampejo.errors import shown
 from lampejo.server.errors import refused
@@ -76,6 +76,7 @@ KNOWN: Mapping[str, tuple[Any, ...]] = {
 }
 _BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")  # vLLM's, Qwen's, llama.cpp's
 
+Number = Annotated[Any, WithJsonSchema({"type": "number"})]  # of which thousands are not complained about one by one
 
 Kind = TypeVar("Kind", bound=Body)
 
@@ -95,7 +96,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Number] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
