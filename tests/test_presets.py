@@ -9,7 +9,7 @@ import pytest
 
 from lampejo import cli_options
 from lampejo.api import LLM
-from lampejo.cli_flags import PRESETS, TYPICAL_THRESHOLD, add_model_flags
+from lampejo.cli_flags import PRESETS, TYPICAL_THRESHOLD, add_model_flags, given_model_flags
 from lampejo.cli_options import ModelOptions, model_options
 from lampejo.config import Drafting, EngineConfig
 from lampejo.drafter_setup import DrafterChoice
@@ -36,6 +36,20 @@ def test_without_flags_everything_is_left_to_the_engine_and_lossless():
     assert options() == ModelOptions()
     assert options().engine == EngineConfig() and options().engine.drafting == Drafting()
     assert options().engine.drafting.policy == "lossless"
+
+
+def test_another_process_is_given_all_flags_of_the_model():
+    """Fault: a new flag that the process which `bench` weighs is not told of."""
+    every = (
+        "--model m --drafter ngram --target-layer-ids 1,2 --context 64 --thinking off --ops cpu --quantize q4"
+        " --device cpu --dtype fp32 --threads 3 --preset batch --width 2 --block 3 --draft-window 9 --max-rows 5"
+        " --policy typical --typical-threshold 0.5"
+    )
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser)
+    args = parser.parse_args(every.split())
+    assert given_model_flags(args) == tuple(every.split())
+    assert parser.parse_args(given_model_flags(parser.parse_args(["--width", "0"]))).width == 0
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -18,6 +18,7 @@ from lampejo.bench.peers import Peer, check_peer, make_peer
 from lampejo.bench.report import as_object, terminal
 from lampejo.bench.startup import Bystanders, machine, peak_rss_mb, start_to_first_token
 from lampejo.bench.workloads import CATEGORIES, long_prompt
+from lampejo.cli_flags import given_model_flags
 from lampejo.cli_options import ModelOptions, model_options
 from lampejo.errors import UserError
 from lampejo.loader import Loaded
@@ -26,10 +27,6 @@ from lampejo.terminal import status
 from lampejo.weights.store import locate
 
 SECTIONS = ("process", "categories", "concurrency", "lengths", "verify", "peers")
-MODEL_FLAGS = (
-    *("model", "drafter", "target_layer_ids", "context", "thinking", "ops", "quantize", "device", "dtype", "threads"),
-    *("preset", "width", "block", "draft_window", "max_rows", "policy", "typical_threshold"),
-)
 BUSY = 0.2  # cores; more than that of other work is told
 MEMORY_PROMPT, MEMORY_ANSWER = 1500, 64  # tokens of the answer whose process is weighed
 
@@ -68,10 +65,9 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
     rates = None if args.synthetic_acceptance is None else tuple(parse_rates(args.synthetic_acceptance))
     if args.width == 0 and (rates is not None or args.arms not in (None, "plain")):
         raise UserError("--width 0 leaves no drafts to measure.", "Leave it out, or give --arms plain.")
-    given = [(name, getattr(args, name)) for name in MODEL_FLAGS if getattr(args, name) is not None]
     return BenchOptions(
         model=model_options(args),
-        model_flags=tuple(part for name, value in given for part in (f"--{name.replace('_', '-')}", str(value))),
+        model_flags=given_model_flags(args),
         suite=suite,
         arms=_names("--arms", args.arms, ARMS),
         categories=_names("--categories", args.categories, tuple(CATEGORIES)),

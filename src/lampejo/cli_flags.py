@@ -93,6 +93,14 @@ def preset_lines() -> str:
     return "\n".join(f"  {name:<6} {words(flags)}" for name, flags in PRESETS.items())
 
 
+def given_model_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """Of a command that has them all: those that make another process load the same model the same way."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_model_flags(parser)
+    given = [(action.option_strings[0], getattr(args, action.dest)) for action in parser._actions]
+    return tuple(part for flag, value in given if value is not None for part in (flag, str(value)))
+
+
 def add_answer_flags(parser: argparse.ArgumentParser, with_logprobs: bool = True) -> None:
     """One flag per field of ``SamplingParams`` and ``StopParams``, under the same name."""
     group = parser.add_argument_group("sampling", "What is not given comes from the model's generation_config.json.")
