@@ -4,6 +4,7 @@ that fails, an orderly end. The engine is held at will, so that nothing here dep
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,13 +15,14 @@ from fastapi import FastAPI
 
 from lampejo.api import LLM
 from lampejo.errors import UserError
+from lampejo.server import http
 from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
 from lampejo.server.errors import ApiError
 from lampejo.server.http import EventStream
 from lampejo.server.service import Answers, Job, Service
 from scripted import ids_of, knowing, scripted_llm
-from server_app import ask, chat, model_saying, saying
+from server_app import ask, chat, listening, model_saying, saying
 
 STORY = "A flash of light, then another, and so on until the morning came. "
 
@@ -310,6 +312,82 @@ async def test_a_caller_who_goes_before_the_whole_answer_ends_it():
                 status, text = await call
                 assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == STORY
             await until(lambda: nothing_is_left(llm, service))
+
+
+@pytest.mark.parametrize("place", ["an event", "a comment"])
+async def test_a_reader_who_takes_nothing_any_more_is_taken_for_gone(monkeypatch, place):
+    """M6. Fault: a stream that nobody read kept its place in the queue for as long as its connection stood."""
+    monkeypatch.setattr(http, "STALLED_S", 0.02)
+    num_sent, aborted = 0, []
+
+    async def send(message: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if (message.get("body") == http.KEEP_ALIVE) if place == "a comment" else num_sent == 4:
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    with model_saying(STORY) as llm, Held(llm) as held:
+        async with served(llm, keep_alive_s=0.01 if place == "a comment" else 15) as (_, service, _):
+            held.let(3)
+            answers = await service.start(Job([ids_of("Hello")], {"max_tokens": 60}))
+
+            async def parts():
+                async for piece in answers:
+                    yield piece.chunk.text.encode()
+
+            stream = EventStream(parts(), service.config.keep_alive_s, answers.close)
+            scope = {http._ABORT: lambda: aborted.append(True)}
+            async with asyncio.timeout(30):
+                await stream(scope, receive, send)  # type: ignore[arg-type]
+            assert aborted == [True] and service.num_active == 0
+            held.open()
+            await until(lambda: nothing_is_left(llm, service))
+
+
+async def test_the_deadline_ends_an_answer_whose_reader_is_slow():
+    """Issue 5, deadlines. Fault: what was there already was told to the end, however late."""
+    with model_saying(STORY) as llm:
+        async with served(llm, timeout_s=600) as (_, service, _):
+            answers = await service.start(Job([ids_of("assistant:")], {"max_tokens": 9}))
+            await until(lambda: answers._outbox._queue.qsize() == 9)
+            for answer in answers._answers:
+                answer.watch.arrived_at -= 601
+                answer.watch.num_tokens = 1
+            pieces = [piece async for piece in answers]
+            assert [(piece.timed_out, piece.finish_reason) for piece in pieces] == [(True, "length")]
+            assert service.num_active == 0
+
+
+async def test_the_connection_of_a_stalled_reader_is_dropped(monkeypatch):
+    """M6: with a real socket, whose buffers are full; what waits in them would keep it open for ever."""
+    monkeypatch.setattr(http, "STALLED_S", 0.2)
+
+    def small(*args: Any, **kwargs: Any) -> socket.socket:
+        made = create_server(*args, **kwargs)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those that it accepts have the same
+        return made
+
+    create_server = socket.create_server
+    monkeypatch.setattr(socket, "create_server", small)
+    body = json.dumps(chat(max_tokens=2000, stream=True, logprobs=True, top_logprobs=20, ignore_eos=True)).encode()
+    with model_saying("a" * 4000, num_pages=1024) as llm, listening(llm) as (port, service):
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            reader.connect(("127.0.0.1", port))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            reader.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            await until(lambda: service.num_active == 1)
+            await until(lambda: service.num_active == 0)
+            reader.settimeout(30)
+            read = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := reader.recv(65536):
+                    read += part
+            assert b"200 OK" in read and len(read) < 30_000, "the server's own buffer has 64 kB, which are dropped"
+        await until(lambda: nothing_is_left(llm, service))
 
 
 # --- long prompts -----------------------------------------------------------------------------------------------------

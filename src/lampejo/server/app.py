@@ -23,7 +23,7 @@ from lampejo.server import (
 from lampejo.server.access_log import CLIENT_GONE, AccessLog
 from lampejo.server.config import ServerConfig
 from lampejo.server.errors import BROKEN, ApiError
-from lampejo.server.http import JsonResponse
+from lampejo.server.http import JsonResponse, remember_abort
 from lampejo.server.linger import Linger
 from lampejo.server.service import Service
 
@@ -32,7 +32,7 @@ LOG = logging.getLogger("lampejo.server")
 
 def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     """``app.state.service`` is the service behind it."""
-    app = FastAPI(title="lampejo", version=__version__, redoc_url=None, openapi_tags=[])
+    app = _App(title="lampejo", version=__version__, redoc_url=None, openapi_tags=[])
     service = app.state.service = Service(llm, config)
     names = models_info.ModelName(service)
     app.include_router(openai_chat.routes(service, names))
@@ -64,6 +64,12 @@ class HeadAsGet:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self.app(scope, receive, send)
+
+
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        remember_abort(scope, send)
+        await super().__call__(scope, receive, send)
 
 
 def _told(request: Request, error: ApiError) -> Response:

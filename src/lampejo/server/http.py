@@ -11,8 +11,17 @@ from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+STALLED_S = 60.0  # that one event may wait for its reader to take those before it
+_ABORT = "lampejo.abort"  # in the scope: drops the connection with all that waits to be sent
 
 T = TypeVar("T")
+
+
+def remember_abort(scope: Scope, send: Send) -> None:
+    """ASGI has no word for it; uvicorn's transport is found beside ``send``, before any layer has wrapped that."""
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if isinstance(transport, asyncio.Transport):
+        scope[_ABORT] = transport.abort
 
 
 def to_json(value: Any) -> bytes:
@@ -37,9 +46,9 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Sends events as they come, and a comment whenever nothing came for ``keep_alive_s``. When the reader goes,
-    the generator is closed at once, not at its next event. ``close`` is called at the end in any case: closing a
-    generator that never began runs nothing of it."""
+    """Sends events as they come, and a comment whenever nothing came for ``keep_alive_s``. When the reader goes, or
+    takes nothing any more for ``STALLED_S``, the generator is closed at once, not at its next event. ``close`` is
+    called at the end in any case: closing a generator that never began runs nothing of it."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], keep_alive_s: float, close: Callable[[], None] = lambda: None
@@ -50,42 +59,59 @@ class EventStream(Response):
         self.events = events
         self.keep_alive_s = keep_alive_s
         self._close = close
+        self._is_sending = False
+        self._at = 0.0  # when the last sending began or ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._body(receive, send)
+            await self._body(receive, send, scope.get(_ABORT))
         finally:
             self._close()
 
-    async def _body(self, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(part) for part in (self._write(send), _gone(receive), self._keep_alive(send))]
+    async def _body(self, receive: Receive, send: Send, abort: Callable[[], None] | None) -> None:
+        self._at = _now()
+        write, gone, watch = (asyncio.ensure_future(p) for p in (self._write(send), _gone(receive), self._watch(send)))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((write, gone, watch), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done() and abort is not None:
+                abort()
         finally:
-            for task in tasks:
+            for task in (write, gone, watch):
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(write, gone, watch, return_exceptions=True)
             await self.events.aclose()
         if isinstance(results[0], Exception) and not isinstance(results[0], OSError):
             raise results[0]
 
     async def _write(self, send: Send) -> None:
-        self._sent_at = asyncio.get_running_loop().time()
         async for data in self.events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._sent_at = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, data)
+        await self._send(send, b"", more_body=False)
 
-    async def _keep_alive(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        self._sent_at = loop.time()
+    async def _watch(self, send: Send) -> None:
+        """Keeps it alive; comes to an end when the reader has stalled."""
         while True:
-            silent = loop.time() - self._sent_at
-            if silent >= self.keep_alive_s:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                self._sent_at, silent = loop.time(), 0.0
-            await asyncio.sleep(self.keep_alive_s - silent)
+            left = (STALLED_S if self._is_sending else self.keep_alive_s) - (_now() - self._at)
+            if left > 0:
+                await asyncio.sleep(min(left, self.keep_alive_s))
+            elif self._is_sending:
+                return
+            else:
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await self._send(send, KEEP_ALIVE)
+                except TimeoutError:
+                    return
+
+    async def _send(self, send: Send, data: bytes, more_body: bool = True) -> None:
+        self._is_sending, self._at = True, _now()
+        await send({"type": "http.response.body", "body": data, "more_body": more_body})
+        self._is_sending, self._at = False, _now()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

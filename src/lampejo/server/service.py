@@ -154,12 +154,14 @@ class Answers:
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         config, running = self._service.config, self._running
-        since_arrival = time.perf_counter() - self._answers[0].watch.arrived_at
-        deadline = asyncio.get_running_loop().time() + config.timeout_s - since_arrival
+        loop, since_arrival = asyncio.get_running_loop(), time.perf_counter() - self._answers[0].watch.arrived_at
+        deadline = loop.time() + config.timeout_s - since_arrival
         try:
             while running:
                 try:
                     async with asyncio.timeout_at(deadline):
+                        if loop.time() >= deadline:  # of a slow reader, for whom all may be there
+                            raise TimeoutError
                         delta = await self._outbox.get()
                 except TimeoutError:
                     if not any(answer.watch.num_tokens for answer in self._answers):
