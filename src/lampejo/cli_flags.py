@@ -214,7 +214,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--name", action="append", metavar="NAME", help="what clients may call the model beside its name; repeatable"
     )
     group.add_argument(
-        "--max-queue", type=int, default=128, metavar="N", help="requests that may wait; more get 429 (default: 128)"
+        "--max-queue",
+        type=int,
+        default=128,
+        metavar="N",
+        help="requests that may wait, each prompt and answer of a call being one; a call without room for all of"
+        " its own gets 429 unless nothing else runs (default: 128)",
     )
     group.add_argument("--timeout", type=float, default=3600, metavar="S", help="of a request (default: 3600)")
     group.add_argument(

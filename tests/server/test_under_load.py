@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from lampejo.server.app import make_app
 from lampejo.server.config import ServerConfig
 from lampejo.server.errors import ApiError
 from lampejo.server.http import EventStream
-from lampejo.server.service import Answers, Job, Service
+from lampejo.server.service import ARRIVED, Answers, Job, Service
 from scripted import ids_of, knowing, scripted_llm
 from server_app import ask, chat, listening, model_saying, saying
 
@@ -131,6 +132,27 @@ async def test_a_full_queue_says_when_to_come_back_and_those_before_it_are_answe
             answers = await asyncio.gather(*let_in)
             assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ["Hello"] * 2
             assert (await ask(client, chat())).status_code == 200
+            await until(lambda: nothing_is_left(llm, service))
+
+
+async def test_all_requests_of_a_call_need_room_in_the_queue():
+    """O1. Fault: a call with 1,024 prompts got in where 8 might wait, and everybody waited behind it. One that is alone
+    is taken, however many it has: it would never get in otherwise."""
+    many = {"prompt": ["assistant:"] * 3, "n": 2, "max_tokens": 5}
+    with model_saying("Hello", max_rows=1) as llm, Held(llm) as held:
+        async with served(llm, max_queue=3) as (client, service, _):
+            first = asyncio.create_task(ask(client, chat()))
+            await until(lambda: service.num_active == 1)
+            refused = await ask(client, many, "/v1/completions")
+            assert (refused.status_code, service.num_active) == (429, 1)
+            assert "This call has 6, and 4 can be" in refused.json()["error"]["message"]
+            fitting = asyncio.create_task(ask(client, chat(n=3)))
+            await until(lambda: service.num_active == 4)
+            assert (await ask(client, chat())).status_code == 429
+            held.open()
+            assert (await first).status_code == (await fitting).status_code == 200
+            await until(lambda: nothing_is_left(llm, service))
+            assert len((await ask(client, many, "/v1/completions")).json()["choices"]) == 6
             await until(lambda: nothing_is_left(llm, service))
 
 
@@ -267,6 +289,33 @@ async def test_the_time_of_a_request_runs_from_its_arrival():
             assert told.value.status == 504
             held.open()
             await until(lambda: nothing_is_left(llm, service))
+
+
+async def test_the_time_of_a_request_runs_from_before_its_body_was_read(monkeypatch):
+    """Issue 5, deadlines. Fault: a body of megabytes, and a grammar, took their time before the clock began."""
+    began = []
+
+    def late(self: Service, job: Job) -> Any:
+        began.append(time.perf_counter() - (ARRIVED.get() or 0))
+        return requests(self, job)
+
+    requests = Service._requests
+    monkeypatch.setattr(Service, "_requests", late)
+    with model_saying("Hello") as llm:
+        async with served(llm) as (client, service, _):
+            for stream in (False, True):
+                started = time.perf_counter()
+
+                async def slow(stream: bool = stream) -> AsyncIterator[bytes]:
+                    await asyncio.sleep(0.05)
+                    yield json.dumps(chat(stream=stream)).encode()
+
+                headers = {"content-type": "application/json"}
+                response = await client.post("/v1/chat/completions", content=slow(), headers=headers)
+                assert response.status_code == 200
+                assert 0.05 <= began.pop() <= time.perf_counter() - started
+            assert ARRIVED.get() is None
+            assert service.counts.first_token.sum >= 0.1
 
 
 # --- readers who go ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The application: routes, checks before them, and errors in the shape of the API that was called."""
 
 import logging
+import time
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -25,7 +26,7 @@ from lampejo.server.config import ServerConfig
 from lampejo.server.errors import BROKEN, ApiError
 from lampejo.server.http import JsonResponse, remember_abort
 from lampejo.server.linger import Linger
-from lampejo.server.service import Service
+from lampejo.server.service import ARRIVED, Service
 
 LOG = logging.getLogger("lampejo.server")
 
@@ -69,7 +70,11 @@ class HeadAsGet:
 class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         remember_abort(scope, send)
-        await super().__call__(scope, receive, send)
+        arrived = ARRIVED.set(time.perf_counter())
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            ARRIVED.reset(arrived)
 
 
 def _told(request: Request, error: ApiError) -> Response:

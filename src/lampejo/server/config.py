@@ -45,7 +45,8 @@ def is_loopback(host: str) -> bool:
 @dataclass(frozen=True)
 class ServerConfig:
     """host and port to listen on; names: what the model is called beside its own name; max_queue: requests that may
-    wait beside those that run, more are told to come back (429); timeout_s: of a request, from its arrival; grace_s:
+    wait beside those that run; a call with more, each prompt and answer counted, is told to come back (429), unless it
+    is alone; timeout_s: of a request, from its arrival; grace_s:
     how long running requests may go on after SIGTERM; keep_alive_s: a silent stream gets a comment this often;
     max_body_bytes: of a request, beyond it 413; vllm_metrics: /metrics tells everything under vLLM's names too."""
 

@@ -196,6 +196,8 @@ class Answers:
         self._service.leave(len(self._answers))
 
 
+# When an HTTP call came, by ``time.perf_counter``: before its body was read, and its grammar made.
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 # What an HTTP call has started, for the access log; None where there is no log.
 STARTED: ContextVar[list[Answers] | None] = ContextVar("started", default=None)
 
@@ -242,8 +244,8 @@ class Service:
             raise refused(
                 "n" if job.n > 1 else "prompt", f"{num_requests} answers at once; 1 to {MAX_REQUESTS} can be."
             )
-        arrived_at = time.perf_counter()
-        self._let_in()
+        arrived_at = ARRIVED.get() or time.perf_counter()
+        self._let_in(num_requests)
         self._enter(num_requests)
         try:
             requests = await asyncio.to_thread(self._requests, job)
@@ -285,15 +287,20 @@ class Service:
         start = self.llm.answer_start(answer.request.prompt_ids)
         answer.parser, answer.thoughts = AnswerParser(start, tools), ThoughtCounter(start)
 
-    def _let_in(self) -> None:
+    def _let_in(self, num_requests: int) -> None:
+        """A job that has more requests than can ever wait beside others is taken when there are none."""
         if self.error is not None:
             raise self.failure(self.error)
         if self.draining:
             raise ApiError(UNAVAILABLE, "The server is shutting down.", headers={"Connection": "close"})
-        if self.num_active >= self._max_rows + self.config.max_queue:
+        most = self._max_rows + self.config.max_queue
+        if self.num_active and self.num_active + num_requests > most:
+            message = f"{self.num_active} requests are running or waiting; try again later."
+            if num_requests > 1:
+                message += f" This call has {num_requests}, and {most} can be beside others: try fewer."
             raise ApiError(
                 TOO_MANY,
-                f"{self.num_active} requests are running or waiting; try again later.",
+                message,
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after_s())},
             )
