@@ -560,14 +560,38 @@ async def test_a_seed_is_honoured_by_anthropics_api_too():
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("seed")
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+BODIES = {COMPLETIONS: {"prompt": "Hi"}, RESPONSES: {"input": "Hi"}, MESSAGES: chat(max_tokens=9)}
+
+
+@pytest.mark.parametrize("path", [CHAT, *BODIES])
+async def test_every_api_decodes_without_drafts_if_asked_to(path):
+    """P1. Fault: docs/serving.md tells it of all APIs, and /v1/messages refused it."""
+    body = BODIES.get(path, chat())
+    with thinking_model(HELLO) as llm:
+        async with client_of(llm) as client:
+            for drafts in (True, False):
+                told = (await ask(client, {**body, "lampejo": {"drafts": drafts}}, path)).json()
+                assert (told["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0) == drafts
+            refused = await ask(client, {**body, "lampejo": {"draft": False}}, path)
+            assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("lampejo.draft: ")
+
+
+async def test_tokens_are_counted_of_a_body_that_asks_for_no_drafts():
+    with thinking_model(HELLO) as llm:
+        async with client_of(llm) as client:
+            path, body = "/v1/messages/count_tokens", chat(lampejo={"drafts": False})
+            assert (await ask(client, body, path)).json() == (await ask(client, chat(), path)).json()
+            assert (await ask(client, chat(lampejo={"drafts": 1}), path)).status_code == 400
+
+
+@pytest.mark.parametrize("path", list(BODIES))
 async def test_a_trace_is_refused_where_there_is_no_place_for_it(path):
     """P1. Fault: ``lampejo: {"trace": true}`` is accepted, and nothing is traced."""
-    body = {"prompt": "Hi"} if path == COMPLETIONS else {"input": "Hi"}
+    body = BODIES[path]
     with thinking_model(HELLO) as llm:
         async with client_of(llm) as client:
             response = await ask(client, {**body, "lampejo": {"trace": True}}, path)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "lampejo.trace")
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith("lampejo.trace: ")
 
 
 @pytest.mark.parametrize(

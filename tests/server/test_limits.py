@@ -125,6 +125,7 @@ async def test_too_many_messages_or_tools_are_refused_under_the_name_of_the_fiel
         (TEXT, {"prompt": [None] * 1000}, "prompt: input should be a valid string; or input should be a valid integer"),
         (TEXT, {"prompt": [[1] * 1000, [1, "a"] * 1000]}, "prompt: input should be a valid string"),
         (RESPONSES, {"input": [1] * 1000}, "input: input should be a valid string; or input should be a valid dict"),
+        (RESPONSES, {"input": "a", "metadata": {str(i): 1 for i in range(40)}}, "metadata: its values must be strings"),
         (MESSAGES, {"messages": [1] * 1000, "max_tokens": 1}, "messages: input should be a valid dictionary."),
         ("/detokenize", {"tokens": ["a"] * 1000}, "tokens: input should be a valid integer."),
     ],

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
-from lampejo.server.fields import Body, part_text, string
-from lampejo.server.sampling_fields import KNOWN, complete, effort_of
+from lampejo.server.fields import part_text, string
+from lampejo.server.sampling_fields import KNOWN, OwnBody, complete, effort_of
 
 NAMES = {
     "stop": "stop_sequences",
@@ -25,7 +25,7 @@ NAMES = {
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 
 
-class PromptBody(Body):
+class PromptBody(OwnBody):
     """What makes a prompt; all that counting its tokens takes."""
 
     model: str | None = None
@@ -42,7 +42,6 @@ class PromptBody(Body):
         **{name: KNOWN[name] for name in ("enable_thinking", "reasoning_effort", "chat_template_kwargs")},
         **{name: KNOWN[name] for name in ("chat_template", "output_format")},
         "inference_geo": (),
-        "lampejo": ({},),
     }
     places: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("response_format", "output_format"), "output_config.format"),
@@ -64,9 +63,13 @@ class PromptBody(Body):
             raise refused("context_management", "this server edits no context. Leave it out.")
         choice, parallel = _tool_choice(self.tool_choice or {"type": "auto"})
         config = self.output_config or {}
+        self.check_untraced()
+        params = self._params()
+        if not self.own("drafts", True):
+            params["drafts"] = False
         return Chat(
             _messages(self.system, self.messages),
-            self._params(),
+            params,
             tools=[_tool(tool, i) for i, tool in enumerate(self.tools or ())],
             tool_choice=choice,
             parallel_tool_calls=parallel,

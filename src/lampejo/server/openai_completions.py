@@ -53,8 +53,7 @@ class CompletionBody(SamplingBody):
 
     def job(self) -> Job:
         params = self.sampling()
-        if self.is_traced:
-            raise refused("lampejo.trace", "this API has no place for it; /v1/chat/completions has.")
+        self.check_untraced()
         longest = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if longest == 0 and not self.echo:
             raise refused("max_tokens", "it is 0, which leaves nothing to answer unless echo is set.")

@@ -8,7 +8,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import part_text, string
-from lampejo.server.sampling_fields import ThinkingBody, complete, effort_of
+from lampejo.server.sampling_fields import Text, ThinkingBody, complete, effort_of
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -30,7 +30,7 @@ class ResponsesBody(ThinkingBody):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Text] | None = None
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n": (1,), "prompt_logprobs": ()}
     places: ClassVar[Mapping[str, str]] = {
@@ -45,8 +45,9 @@ class ResponsesBody(ThinkingBody):
 
     def chat(self) -> Chat:
         params = self.sampling()
-        if self.is_traced:
-            raise refused("lampejo.trace", "this API has no place for it; /v1/chat/completions has.")
+        self.check_untraced()
+        if not all(isinstance(value, str) for value in (self.metadata or {}).values()):
+            raise refused("metadata", "its values must be strings.")
         if "message.output_text.logprobs" in (self.include or ()):
             raise refused("include", "log probabilities are told by /v1/chat/completions only.")
         if self.max_output_tokens is not None:

@@ -76,7 +76,9 @@ KNOWN: Mapping[str, tuple[Any, ...]] = {
 }
 _BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")  # vLLM's, Qwen's, llama.cpp's
 
-Number = Annotated[Any, WithJsonSchema({"type": "number"})]  # of which thousands are not complained about one by one
+# Values of maps, looked at later: here each of thousands would be complained about.
+Number = Annotated[Any, WithJsonSchema({"type": "number"})]
+Text = Annotated[Any, WithJsonSchema({"type": "string"})]
 
 Kind = TypeVar("Kind", bound=Body)
 
@@ -88,7 +90,32 @@ def complete(kind: type[Kind]) -> type[Kind]:
     return kind
 
 
-class SamplingBody(Body):
+class OwnBody(Body):
+    """What every API has of this server's own."""
+
+    lampejo: dict[str, Any] | None = None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether chunks tell each token with its origin: ``lampejo: {"trace": true}``."""
+        return self.own("trace", False)
+
+    def own(self, name: str, default: bool) -> bool:
+        """A field of ``lampejo``, which no other server has."""
+        for other in (self.lampejo or {}).keys() - {"drafts", "trace"}:
+            raise refused(f"lampejo.{other}", "there are drafts and trace.")
+        value = (self.lampejo or {}).get(name, default)
+        if not isinstance(value, bool):
+            raise refused(f"lampejo.{name}", "it must be true or false.")
+        return value
+
+    def check_untraced(self) -> None:
+        """``ApiError`` where it is asked for in an API that has no place for it."""
+        if self.is_traced:
+            raise refused("lampejo.trace", "this API has no place for it; /v1/chat/completions has.")
+
+
+class SamplingBody(OwnBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -110,7 +137,6 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     model: str | None = None
-    lampejo: dict[str, Any] | None = None
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments of ``LLM.make_request``; what is not given comes from the model's own defaults."""
@@ -167,20 +193,6 @@ class SamplingBody(Body):
     def counts_along(self) -> bool:
         """Whether every chunk tells the usage so far: vLLM's ``continuous_usage_stats``, which benchmarks ask for."""
         return self.includes_usage and self._option("continuous_usage_stats")
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether chunks tell each token with its origin: ``lampejo: {"trace": true}``."""
-        return self.own("trace", False)
-
-    def own(self, name: str, default: bool) -> bool:
-        """A field of ``lampejo``, which no other server has."""
-        for other in (self.lampejo or {}).keys() - {"drafts", "trace"}:
-            raise refused(f"lampejo.{other}", "there are drafts and trace.")
-        value = (self.lampejo or {}).get(name, default)
-        if not isinstance(value, bool):
-            raise refused(f"lampejo.{name}", "it must be true or false.")
-        return value
 
     def check_stream(self) -> None:
         """``ApiError`` for options of a stream that is none, or that this server does not have."""
