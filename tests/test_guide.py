@@ -13,7 +13,8 @@ import torch
 from lampejo.answer import Style
 from lampejo.answer_parser import AnswerParser
 from lampejo.errors import UserError
-from lampejo.grammar import MAX_CHARS, Grammar, Grammars
+from lampejo.grammar import Grammar
+from lampejo.grammar_compiler import MAX_CHARS, Grammars
 from lampejo.guide import Guide
 from lampejo.request import StopParams
 from scripted import EOS, VOCAB, answering, knowing, lively_pair, scripted_llm
@@ -127,77 +128,6 @@ def test_a_grammar_that_cannot_be_enforced_is_refused_before_any_work(grammar, c
             with pytest.raises(UserError, match=f"(?is)^response_format.*{complaint}"):
                 llm.stream(prompt, grammar=grammar)
         assert llm.generate("x", max_tokens=2).finish_reason == "length"
-
-
-def _in_all_of(*schemas: dict) -> dict:
-    return {"allOf": list(schemas)}
-
-
-STEPS = [{"type": "integer", "multipleOf": prime} for prime in (97, 89, 83)]
-COSTLY = {
-    "a repetition of a million": Grammar.regex("a{1000000}"),
-    "nested repetitions": Grammar.regex("((a{1000}){1000}){1000}"),
-    "a long literal": Grammar.regex("a" * 190_000),
-    "states without end": Grammar.lark("start: X\nX: /.*a.{20}/ & /.*b.{30}/ & /.*c.{40}/ & ~/.*d.{25}/"),
-    "rules that may be empty": Grammar.lark(
-        "start: a0*\n" + "".join(f"a{i}: a{i + 1}? a{i + 1}? a{i + 1}?\n" for i in range(2000)) + 'a2000: "x"?'
-    ),
-    "a product of steps": Grammar.json_schema(_in_all_of(*STEPS)),
-    "a step of a large prime": Grammar.json_schema({"type": "number", "multipleOf": 0.1000003}),
-    "a step inside of rules": Grammar.lark(
-        'start: %json # {"a": \n  {"type": "integer", "x": ' + "1" * 5000 + ', "multiple\\u004ff": 56606267}'
-    ),
-    "names by many patterns": Grammar.json_schema(
-        {"type": "object", "patternProperties": {f"^{i}-.*$": {} for i in range(300)}}
-    ),
-    "patterns and names": Grammar.json_schema(
-        _in_all_of(
-            {"type": "object", "patternProperties": {f"^{i}-.*$": {} for i in range(20)}},
-            {"properties": {f"p{i}": {} for i in range(1900)}, "required": [f"p{i}" for i in range(1900)]},
-        )
-    ),
-    "many optional names": Grammar.json_schema({"type": "object", "properties": {f"p{i}": {} for i in range(300)}}),
-    "very many names": Grammar.json_schema(
-        {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}, "required": [f"p{i}" for i in range(3000)]}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COSTLY)
-def test_a_grammar_that_would_take_seconds_is_refused_with_what_to_do(name):
-    """O4's spirit: one of them took minutes to compile, others seconds for each token of all rows."""
-    with llm_of() as llm:
-        for prompt in ("x", "x<think>"):
-            with pytest.raises(UserError, match=r"^response_format ") as caught:
-                llm.stream(prompt, grammar=COSTLY[name])
-            assert caught.value.remedy
-        assert llm.generate("x", max_tokens=2).finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1e6},
-        {"type": "integer", "multipleOf": 1_000_000},
-        _in_all_of(*STEPS[:2]),
-        {"type": "object", "properties": {f"p{i}": {"type": "integer", "multipleOf": 60} for i in range(200)}},
-        {"type": "object", "patternProperties": {f"^{chr(97 + i)}.*$": {"type": "null"} for i in range(26)}},
-        {"type": "string", "minLength": 2000, "maxLength": 100_000},
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1000, "maxItems": 1_000_000},
-        {"enum": [f"{i:x}" for i in range(5000)]},
-        {"anyOf": [{"type": "object", "properties": {"kind": {"const": i}}, "required": ["kind"]} for i in range(200)]},
-        {"type": "object", "properties": {"multipleOf": {"const": 7}, "properties": {"type": "integer"}}},
-    ],
-)
-def test_large_schemas_of_an_ordinary_kind_are_within_the_limits(schema):
-    guide = GRAMMARS_OF_TOKENS.guide("closed", Grammar.json_schema(schema))
-    rng = random.Random(2)
-    for _ in range(20):
-        token_id = rng.choice([i for i in allowed(guide) if i != EOS] or [EOS])
-        ended = guide.push(token_id)
-        assert guide.error is None
-        if ended or token_id == EOS:
-            break
 
 
 def test_an_answer_whose_grammar_becomes_too_costly_ends_alone():
@@ -471,7 +401,7 @@ def test_what_of_a_strict_function_cannot_be_enforced_is_refused():
         (Style("xml"), {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}),
     ):
         function = {"name": "f", "strict": True, "parameters": schema}
-        with pytest.raises(UserError, match=r"^tools "):
+        with pytest.raises(UserError, match=r"^tools.* f\b"):
             GRAMMARS_OF_TOKENS.guide(
                 "closed", Grammar.for_tools([{"type": "function", "function": function}], "required", True, style)
             )

@@ -16,7 +16,8 @@ from lampejo.config import EngineConfig
 from lampejo.engine import Engine
 from lampejo.errors import PromptTooLong, UserError, shown
 from lampejo.frontend import AsyncOutbox, Frontend, SyncOutbox
-from lampejo.grammar import Grammar, Grammars
+from lampejo.grammar import Grammar
+from lampejo.grammar_compiler import Grammars
 from lampejo.loader import Loaded, load_model, with_thinking
 from lampejo.prompt_bound import PromptBound
 from lampejo.request import Request, StopParams, TokenDelta, seed_or_drawn

@@ -38,6 +38,10 @@ class UserError(ValueError):
         self.field = field
 
 
+class Busy(UserError):
+    """What was asked could be done, but not at this moment."""
+
+
 class PromptTooLong(UserError):
     """A prompt of ``num_tokens`` (a number in words, if it was not counted to its end) leaves no room for an answer."""
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from llguidance import LLParserLimits
 
 from lampejo.errors import UserError
+from lampejo.grammar_joint import check_at_once, check_joined
 
 # In llguidance's units; an ordinary schema needs far less.
 LIMITS = LLParserLimits(
@@ -30,21 +31,25 @@ LIMITS = LLParserLimits(
 # are for free), a comparison of each two patterns of names, and of each property with all others.
 MAX_MULTIPLE = 10_000
 MAX_PATTERN_PAIRS = 10_000
-MAX_PROPERTIES = 2_000
+MAX_PROPERTIES = 2_000  # and names that are required
 MAX_OPTIONAL = 240  # properties of one object: any of them may be the next, at four items of a row each
 # How llguidance words that one of its limits was reached.
 TOO_COSTLY = re.compile("fuel|limit|max is|too (big|large|many|complex)", re.IGNORECASE)
 REMEDY = "Simplify it: fewer alternatives, shorter repetitions, smaller bounds."
-_STACK = 512 << 20  # bytes, of address space alone until they are used
+STACK = 512 << 20  # bytes, of address space alone until they are used
 _STACK_LOCK = threading.Lock()  # the size is that of all threads that are started meanwhile
 _Result = TypeVar("_Result")
 
 
-def check_cost(part: Mapping[str, Any], about: str) -> None:
-    """part: one of llguidance's grammars. ``UserError`` for schemas in it on which llguidance would spend seconds,
-    ``RecursionError`` for what is nested too deeply."""
-    for schema in [part["json_schema"]] if "json_schema" in part else _schemas_in(part["lark_grammar"]):
+def check_cost(part: Mapping[str, Any], about: str) -> bool:
+    """part: one of llguidance's grammars. Whether a small one of this kind is cheap. ``UserError`` for what it would
+    spend seconds on, ``RecursionError`` for what is nested too deeply."""
+    rules = part.get("lark_grammar", "")
+    is_cheap = True
+    for schema in [part["json_schema"]] if "json_schema" in part else _schemas_in(rules):
         _check_schema(schema, about)
+        is_cheap = not check_at_once(schema, about) and is_cheap
+    return not check_joined(rules, about) and is_cheap
 
 
 def _schemas_in(rules: str) -> Iterator[Any]:
@@ -63,7 +68,7 @@ def _schemas_in(rules: str) -> Iterator[Any]:
 
 
 def _check_schema(schema: Any, about: str) -> None:
-    multiple, num_patterns, num_properties = Fraction(1), 0, 0
+    multiple, num_patterns, num_properties, num_required = Fraction(1), 0, 0, 0
     left = [schema]
     while left:
         value = left.pop()
@@ -85,11 +90,12 @@ def _check_schema(schema: Any, about: str) -> None:
                     "Choose a rounder number, or leave it out.",
                     field=about,
                 )
+        required = value.get("required")
+        num_required += len(required) if isinstance(required, list) else 0
         patterns, properties = value.get("patternProperties"), value.get("properties")
         num_patterns += len(patterns) if isinstance(patterns, Mapping) else 0
         if isinstance(properties, Mapping):
             num_properties += len(properties)
-            required = value.get("required")
             num_optional = len(properties) - (len(required) if isinstance(required, list) else 0)
             if num_optional > MAX_OPTIONAL:
                 raise UserError(
@@ -100,8 +106,11 @@ def _check_schema(schema: Any, about: str) -> None:
     if num_patterns * (num_patterns + num_properties) > MAX_PATTERN_PAIRS:
         message = f"{about} has {num_patterns} patternProperties, which are too many to be enforced."
         raise UserError(message, REMEDY, field=about)
-    if num_properties > MAX_PROPERTIES:
-        message = f"{about} has {num_properties} properties in one schema; {MAX_PROPERTIES} can be enforced."
+    if max(num_properties, num_required) > MAX_PROPERTIES:
+        kind, num = (
+            ("properties", num_properties) if num_properties > MAX_PROPERTIES else ("required names", num_required)
+        )
+        message = f"{about} has {num} {kind} in one schema; {MAX_PROPERTIES} can be enforced."
         raise UserError(message, REMEDY, field=about)
 
 
@@ -117,7 +126,7 @@ def with_large_stack(work: Callable[[], _Result]) -> _Result:
 
     thread = threading.Thread(target=run, name="lampejo-grammar")
     with _STACK_LOCK:
-        before = threading.stack_size(_STACK)
+        before = threading.stack_size(STACK)
         try:
             thread.start()
         finally:

@@ -42,24 +42,37 @@ class _Place:
         return replace(self, thoughts=copy.deepcopy(self.thoughts))
 
 
-class Guide:
-    """Follows one answer. start: see ``answer.start_of``; matcher: a fresh one of the grammar; budget: tokens of
-    reasoning after which its end is forced, as soon as the last character is complete.
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar, compiled. make: a matcher that shares nothing with any other; shared: the one whose copies all share
+    what their lexer has met, and also that it has met too much."""
 
-    ``error``: why no answer can come of it any more; the request ends there.
+    make: Callable[[], LLMatcher]
+    shared: LLMatcher
+
+
+class Guide:
+    """Follows one answer. start: see ``answer.start_of``; budget: tokens of reasoning after which its end is forced, as
+    soon as the last character is complete.
+
+    ``error``: why no answer can come of it any more; the request ends there. Whether it does must not depend on other
+    answers or on drafts, but a matcher fails when its lexer has met too much, or meets too much at once. So the answer
+    has a matcher of its own, which gives a mask and takes a token in turn, whatever was drafted; drafts are tried on a
+    shared one. When that fails, there are no drafts for this answer any more.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, start: Start, matcher: LLMatcher | None = None, budget: int | None = None
+        self, vocabulary: Vocabulary, start: Start, compiled: Compiled | None = None, budget: int | None = None
     ) -> None:
         self.error: str | None = None
-        self._settings = (vocabulary, start, matcher, budget)
+        self._settings = (vocabulary, start, compiled, budget)
         self._vocabulary = vocabulary
         self._budget = budget
-        self._matcher = matcher.deep_copy() if matcher else None
+        self._matcher = compiled.make() if compiled else None
+        self._ahead = compiled.shared.deep_copy() if compiled else None  # as far as the other; None when it has failed
         self._place = _Place(ThoughtCounter(start))
         self._force_end(self._place)
-        self._ids: list[int] = []  # committed
+        self._masked: torch.Tensor | None = None  # what this place allows, by the matcher
         self._planned: tuple[list[int], list[torch.Tensor | None]] | None = None
 
     def fresh(self) -> "Guide":
@@ -82,21 +95,30 @@ class Guide:
         return planned[1] if any(mask is not None for mask in planned[1]) else []
 
     def push(self, token_id: int) -> bool:
-        """Commits a token. True when the grammar is at its end."""
+        """Commits a token. True when the grammar is at its end. Sets ``error`` if it cannot come."""
         self._planned = None
+        try:
+            self._mask_here()
+        except Stuck as stuck:
+            self.error = str(stuck)
+            return True
+        self._masked = None
         self._step(self._place, token_id)
         if self._matcher is None:
             return False
-        self._ids.append(token_id)
+        if self._ahead is not None and not self._ahead.consume_token(token_id):
+            self._ahead = None
         if not self._matcher.consume_token(token_id):
             self.error = _reason(self._matcher)
         return self._matcher.is_stopped()
 
     def _plan(self, drafts: Sequence[int]) -> tuple[list[int], list[torch.Tensor | None]]:
+        if self.error is not None:
+            return [], [None]
         place = self._place.copy()
         kept: list[int] = []
         try:
-            masks = [self._mask(place)]
+            masks = [self._mask_here()]
         except Stuck as stuck:
             self.error = str(stuck)
             return [], [None]
@@ -106,46 +128,38 @@ class Guide:
             if token_id in self._vocabulary.eos_ids or (mask is not None and not mask[token_id]):
                 break
             if self._matcher is not None:
-                if not self._matcher.consume_token(token_id):
+                if self._ahead is None or not self._ahead.consume_token(token_id):
                     break
                 num_consumed += 1
-                if self._matcher.is_stopped():
+                if self._ahead.is_stopped():
                     break
             self._step(place, token_id)
             try:
-                masks.append(self._mask(place))
+                masks.append(self._mask(place, self._ahead))
             except Stuck:
-                break  # if the target goes here too, it is stuck when it is here
+                break  # if the target goes here too, it is told when it is here
             kept.append(token_id)
-        self._go_back(num_consumed)
+        if self._ahead is not None and (
+            self._ahead.is_error() or (num_consumed and not self._ahead.rollback(num_consumed))
+        ):
+            self._ahead = None  # one that has failed stays so
         return kept, masks
 
-    def _go_back(self, num_consumed: int) -> None:
-        """Takes drafts out of the matcher again."""
-        if self._matcher is None:
-            return
-        if not self._matcher.is_error() and (num_consumed == 0 or self._matcher.rollback(num_consumed)):
-            return
-        fresh = self._settings[2]
-        assert fresh is not None
-        self._matcher = fresh.deep_copy()  # one that has failed stays so
-        if not self._matcher.consume_tokens(self._ids):
-            self.error = _reason(self._matcher)
+    def _mask_here(self) -> torch.Tensor | None:
+        if self._place.forced or self._matcher is None:
+            return self._mask(self._place, None)
+        if self._masked is None:
+            self._masked = self._mask(self._place, self._matcher)
+        return self._masked
 
-    def _mask(self, place: _Place) -> torch.Tensor | None:
+    def _mask(self, place: _Place, matcher: LLMatcher | None) -> torch.Tensor | None:
         if place.forced:
             mask = torch.zeros(self._vocabulary.size, dtype=torch.bool)
             mask[place.forced[0]] = True
             return mask
-        if self._matcher is None:
+        if matcher is None:
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise Stuck(_reason(self._matcher))
-        mask = torch.from_numpy(np.unpackbits(bits, count=self._vocabulary.size, bitorder="little")).bool()
-        if not mask.any():
-            raise Stuck("no token of this model can follow")
-        return mask
+        return next_mask(matcher, self._vocabulary.size)
 
     def _step(self, place: _Place, token_id: int) -> None:
         piece = self._vocabulary.piece(token_id)
@@ -172,6 +186,17 @@ def _is_in_character(tail: bytes) -> bool:
         if byte >= 0xC0:
             return num_bytes < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
     return False
+
+
+def next_mask(matcher: LLMatcher, size: int) -> torch.Tensor:
+    """Which ids [size] may come next. ``Stuck`` if none."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    if matcher.is_error():
+        raise Stuck(_reason(matcher))
+    mask = torch.from_numpy(np.unpackbits(bits, count=size, bitorder="little")).bool()
+    if not mask.any():
+        raise Stuck("no token of this model can follow")
+    return mask
 
 
 def _reason(matcher: LLMatcher) -> str:

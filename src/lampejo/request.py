@@ -238,15 +238,16 @@ def advance(
     """
     guide = request.guide
     if guide is not None and guide.error is not None:
-        request.finish_reason = "error"
-        request.num_computed = len(request.ids)
-        return TokenDelta(request, [], [], [], "", "error")
+        return _ended_by_guide(request)
     ends = end_ids(request, eos_ids)
     limit = max_context - request.num_prompt
     if request.stops.max_tokens is not None:
         limit = min(limit, request.stops.max_tokens)
     committed = []
     for j, token_id in enumerate(verdict.ids):
+        grammar_ends = guide is not None and guide.push(token_id)
+        if guide is not None and guide.error is not None:
+            break  # the next step tells it, as it does where there are no drafts
         committed.append(token_id)
         request.ids.append(token_id)
         request.origins.append(drafter_name if j < verdict.num_accepted else "target")
@@ -254,13 +255,14 @@ def advance(
             request.history.output[token_id] += 1
         if verdict.logprobs:
             request.logprobs.append(verdict.logprobs[j])
-        grammar_ends = guide is not None and guide.push(token_id)
         if token_id in ends or (request.text is not None and request.text.push(token_id)) or grammar_ends:
-            request.finish_reason = "error" if guide is not None and guide.error else "stop"
+            request.finish_reason = "stop"
         elif request.num_output >= limit:
             request.finish_reason = "length"
         if request.finish_reason:
             break
+    if not committed:
+        return _ended_by_guide(request)
     request.num_computed = len(request.ids) - 1
     num_inexact = sum(j < len(committed) for j in verdict.inexact)
     if num_drafted:
@@ -270,3 +272,9 @@ def advance(
         text = request.text.take() + (request.text.finish() if request.finish_reason else "")
     origins, logprobs = request.origins[-len(committed) :], request.logprobs[-len(committed) :]
     return TokenDelta(request, committed, origins, logprobs, text, request.finish_reason, num_inexact)
+
+
+def _ended_by_guide(request: Request) -> TokenDelta:
+    request.finish_reason = "error"
+    request.num_computed = len(request.ids)
+    return TokenDelta(request, [], [], [], "", "error")

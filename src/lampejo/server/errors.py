@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lampejo.errors import PromptTooLong, UserError
+from lampejo.errors import Busy, PromptTooLong, UserError
 
 BAD_REQUEST, NOT_FOUND, TOO_LARGE, NOT_JSON = 400, 404, 413, 415
 TOO_MANY, BROKEN, UNAVAILABLE, TIMED_OUT = 429, 500, 503, 504
@@ -85,12 +85,15 @@ def refused(param: str, message: str) -> ApiError:
 
 
 def from_user_error(error: UserError, names: Mapping[str, str] | None = None) -> ApiError:
-    """400; ``param`` is the field of the request that it is about. names: how the API that was called calls it, where
-    that differs from the engine's name; what stands inside of such a field is not told, since that differs too."""
+    """400, or 429 for ``Busy``; ``param`` is the field of the request that it is about. names: how the API that was
+    called calls it, where that differs from the engine's name; what stands inside of such a field is not told, since
+    that differs too."""
     field, names = error.field, names or {}
     if isinstance(error, PromptTooLong):
         return ContextExceeded(error, names.get("messages", "messages"))
     if field is None:
+        if isinstance(error, Busy):
+            return ApiError(TOO_MANY, str(error), headers={"Retry-After": "5"})
         return ApiError(BAD_REQUEST, str(error))
     told, complaint = names.get(re.split(r"[.\[]", field)[0], field), str(error)[len(field) :]
     if field == "min_tokens":  # the one complaint that names a second field

@@ -1,0 +1,236 @@
+"""What a grammar may cost: what is refused before any work, what is tried elsewhere, and what is within the bounds."""
+
+import random
+
+import pytest
+
+from lampejo.answer import Style
+from lampejo.errors import Busy, UserError
+from lampejo.grammar import Grammar
+from lampejo.grammar_compiler import Grammars
+from lampejo.grammar_joint import MAX_AT_ONCE, check_at_once, check_joined
+from lampejo.grammar_trial import MAX_WAITING, Pieces, Trials
+from scripted import EOS, VOCAB
+from test_grammar import TOKENS, llm_of
+from test_guide import allowed
+
+GRAMMARS_OF_TOKENS = Grammars(TOKENS, VOCAB, (EOS,))
+
+
+def _in_all_of(*schemas: dict) -> dict:
+    return {"allOf": list(schemas)}
+
+
+AT_ONCE = [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(20)]
+STEPS = [{"type": "integer", "multipleOf": prime} for prime in (97, 89, 83)]
+COSTLY = {
+    "a repetition of a million": Grammar.regex("a{1000000}"),
+    "nested repetitions": Grammar.regex("((a{1000}){1000}){1000}"),
+    "a long literal": Grammar.regex("a" * 190_000),
+    "states without end": Grammar.lark("start: X\nX: /.*a.{20}/ & /.*b.{30}/ & /.*c.{40}/ & ~/.*d.{25}/"),
+    "rules that may be empty": Grammar.lark(
+        "start: a0*\n" + "".join(f"a{i}: a{i + 1}? a{i + 1}? a{i + 1}?\n" for i in range(2000)) + 'a2000: "x"?'
+    ),
+    "a product of steps": Grammar.json_schema(_in_all_of(*STEPS)),
+    "a step of a large prime": Grammar.json_schema({"type": "number", "multipleOf": 0.1000003}),
+    "a step inside of rules": Grammar.lark(
+        'start: %json # {"a": \n  {"type": "integer", "x": ' + "1" * 5000 + ', "multiple\\u004ff": 56606267}'
+    ),
+    "names by many patterns": Grammar.json_schema(
+        {"type": "object", "patternProperties": {f"^{i}-.*$": {} for i in range(300)}}
+    ),
+    "patterns and names": Grammar.json_schema(
+        _in_all_of(
+            {"type": "object", "patternProperties": {f"^{i}-.*$": {} for i in range(20)}},
+            {"properties": {f"p{i}": {} for i in range(1900)}, "required": [f"p{i}" for i in range(1900)]},
+        )
+    ),
+    "many optional names": Grammar.json_schema({"type": "object", "properties": {f"p{i}": {} for i in range(300)}}),
+    "patterns at once": Grammar.json_schema(_in_all_of(*AT_ONCE)),
+    "patterns at once, by a property": Grammar.json_schema(_in_all_of(*({"properties": {"a": a}} for a in AT_ONCE))),
+    "patterns at once, by all other properties": Grammar.json_schema(
+        _in_all_of(*({"type": "object", "additionalProperties": a} for a in AT_ONCE))
+    ),
+    "patterns at once, in items of alternatives": Grammar.json_schema(
+        _in_all_of(*({"anyOf": [{"type": "array", "items": a}, {"type": "null"}]} for a in AT_ONCE))
+    ),
+    "patterns at once, by references": Grammar.json_schema(
+        {
+            "$defs": {
+                "0": AT_ONCE[0],
+                **{str(i): {**AT_ONCE[i], "allOf": [{"$ref": f"#/$defs/{i - 1}"}]} for i in range(1, 8)},
+            },
+            "$ref": "#/$defs/7",
+        }
+    ),
+    "patterns at once, by names of theirs": Grammar.json_schema(
+        {
+            "$defs": {f"{i}": {"$anchor": f"a{i}", **AT_ONCE[i]} for i in range(8)},
+            "allOf": [{"$ref": f"#a{i}"} for i in range(8)],
+        }
+    ),
+    "long patterns at once": Grammar.json_schema(
+        _in_all_of(*({"type": "string", "pattern": f"{'(a|b)' * 100}{i}"} for i in range(3)))
+    ),
+    "joined in Lark": Grammar.lark("start: A\nA: " + " & ".join(f"/(.|\\n)*{i}(.|\\n)*/" for i in range(400))),
+    "joined in Lark, one within the other": Grammar.lark(
+        'start: /x/ C\nA: /.*a.{5}/ & /.*b.{5}/\nB: (A "p") & (A "q")\nC: (B "r") & (B "s") # none'
+    ),
+    "very many names that are required": Grammar.json_schema(
+        {"type": "object", "required": [f"p{i}" for i in range(10_000)]}
+    ),
+    "very many rules": Grammar.lark(
+        "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}\n" for i in range(4000)) + 'r4000: "a"|'
+    ),
+    "very many names": Grammar.json_schema(
+        {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}, "required": [f"p{i}" for i in range(3000)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_grammar_that_would_take_seconds_is_refused_with_what_to_do(name):
+    """O4's spirit: one of them took minutes to compile, others seconds for each token of all rows."""
+    with llm_of() as llm:
+        for prompt in ("x", "x<think>"):
+            with pytest.raises(UserError, match=r"^response_format ") as caught:
+                llm.stream(prompt, grammar=COSTLY[name])
+            assert caught.value.remedy
+        assert llm.generate("x", max_tokens=2).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1e6},
+        {"type": "integer", "multipleOf": 1_000_000},
+        _in_all_of(*STEPS[:2]),
+        {"type": "object", "properties": {f"p{i}": {"type": "integer", "multipleOf": 60} for i in range(200)}},
+        {"type": "object", "patternProperties": {f"^{chr(97 + i)}.*$": {"type": "null"} for i in range(26)}},
+        {"type": "string", "minLength": 2000, "maxLength": 100_000},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1000, "maxItems": 1_000_000},
+        {"enum": [f"{i:x}" for i in range(5000)]},
+        {"anyOf": [{"type": "object", "properties": {"kind": {"const": i}}, "required": ["kind"]} for i in range(200)]},
+        _in_all_of(*AT_ONCE[:2]),
+        {"type": "object", "properties": {f"p{i}": AT_ONCE[i % 20] for i in range(200)}},
+        {"anyOf": AT_ONCE[:4]},
+        {"allOf": [{"properties": {f"p{i}": AT_ONCE[i]}} for i in range(20)]},
+        {"type": "object", "properties": {"multipleOf": {"const": 7}, "properties": {"type": "integer"}}},
+    ],
+)
+def test_large_schemas_of_an_ordinary_kind_are_within_the_limits(schema):
+    guide = GRAMMARS_OF_TOKENS.guide("closed", Grammar.json_schema(schema))
+    rng = random.Random(2)
+    for _ in range(20):
+        token_id = rng.choice([i for i in allowed(guide) if i != EOS] or [EOS])
+        ended = guide.push(token_id)
+        assert guide.error is None
+        if ended or token_id == EOS:
+            break
+
+
+@pytest.mark.parametrize("start", ["closed", "open"])
+def test_errors_about_the_schema_of_a_tool_name_the_tool(start):
+    fine = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for style, name in ((Style("json"), "weather"), (Style("xml"), "weather.a")):
+        for bad, complaint in (
+            ({"allOf": AT_ONCE}, "20 patterns"),
+            ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+            ({"type": "integer", "multipleOf": 20011}, "multipleOf"),
+        ):
+            schemas = {"clock": fine, "weather": {"type": "object", "properties": {"a": bad}}}
+            tools = [
+                {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+                for name, schema in schemas.items()
+            ]
+            with pytest.raises(UserError, match=rf"^tools: the schema for {name} .*{complaint}"):
+                GRAMMARS_OF_TOKENS.guide(start, Grammar.for_tools(tools, "required", True, style))
+
+
+@pytest.mark.parametrize(
+    ("schema", "remedy"),
+    [
+        ({"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {}}}]}, "anyOf"),
+        ({"type": "number", "multipleOf": 0.0007}, "0.0005"),
+    ],
+)
+def test_what_is_refused_is_told_in_words_of_what_a_request_can_change(schema, remedy):
+    with pytest.raises(UserError, match=r"^response_format cannot be enforced") as caught:
+        GRAMMARS_OF_TOKENS.guide("closed", Grammar.json_schema(schema))
+    assert remedy in caught.value.remedy
+    assert "coerce" not in str(caught.value) and "70000" not in str(caught.value)
+
+
+def test_patterns_are_counted_where_they_meet():
+    """Each pair of alternatives by itself, and what stands beside each other not at all."""
+    some = AT_ONCE[: MAX_AT_ONCE // 2 + 1]
+    apart = {"anyOf": [{"properties": {"a": {"allOf": some}}}, {"properties": {"b": {"allOf": some}}}]}
+    met = {"allOf": [{"properties": {"a": {"allOf": some}}}, {"properties": {"a": {"allOf": AT_ONCE[-3:]}}}]}
+    assert check_at_once(apart, "x")
+    with pytest.raises(UserError, match=r"^x has 6 patterns"):
+        check_at_once(met, "x")
+    tree = {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"v": AT_ONCE[0], "l": {"$ref": "#"}}}}, "x": AT_ONCE}
+    assert not check_at_once(tree, "x")
+
+
+def test_a_schema_that_combines_in_too_many_ways_is_refused():
+    """Each place is a product of alternatives here."""
+    parts = [{"anyOf": [{"properties": {f"p{i}": AT_ONCE[j]}} for j in range(4)]} for i in range(12)]
+    with pytest.raises(UserError, match=r"^x has a schema whose parts combine in too many ways"):
+        check_at_once({"allOf": parts}, "x")
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_joined"),
+    [
+        ('start: A " & " /a&b&c~d/ // & & & & &\nA: /[/]x/ # & & & & &', False),
+        ('start: A~3..5 "\\" & & & &"\nA: "x"', False),
+        ('start: A\nA: /[a-z]+/ & ~KEYWORD\nKEYWORD: "if" | "then"', True),
+        ("start: " + " ".join(f"T{i}" for i in range(9)) + "".join(f"\nT{i}: /a/ & ~/b/" for i in range(9)), True),
+    ],
+)
+def test_joins_of_lark_are_counted_and_what_looks_like_them_is_not(rules, is_joined):
+    assert check_joined(rules, "x") == is_joined
+
+
+@pytest.fixture(scope="module")
+def trials() -> Trials:
+    return Trials(Pieces([bytes([i]) for i in range(256)] + [b"<end>"], [256], [256]))
+
+
+def test_a_trial_ends_what_never_would(trials):
+    """Past all counting: this one would take all memory first, and then not end."""
+    endless = "start: A\nA: " + " & ".join(f"/(.|\\n)*{i}(.|\\n)*/" for i in range(400))
+    assert trials.passes('start: "a"')
+    assert not trials.passes(endless)
+    assert trials.passes("start: no such rule")
+    trials._connection.close()
+    assert trials.passes('start: "a"'), "a process that has ended is started anew"
+
+
+def test_trials_take_few_of_the_threads(trials):
+    for _ in range(MAX_WAITING):
+        assert trials._places.acquire(blocking=False)
+    with pytest.raises(Busy, match="again in a few seconds"):
+        trials.passes('start: "a"')
+    for _ in range(MAX_WAITING):
+        trials._places.release()
+    assert trials.passes('start: "a"')
+
+
+def test_grammars_are_tried_once_and_only_if_they_are_not_cheap(monkeypatch):
+    tried = []
+    monkeypatch.setattr(Trials, "passes", lambda self, text: tried.append(text) or "endless" not in text)
+    grammars = Grammars(TOKENS, VOCAB, (EOS,))
+    for _ in range(2):
+        assert grammars.guide("closed", Grammar.json_schema({"type": "array", "items": AT_ONCE[0]}))
+    assert not tried
+    for _ in range(2):
+        assert grammars.guide("closed", Grammar.json_schema({"allOf": AT_ONCE[:2]}))
+        assert grammars.guide("closed", Grammar.lark("start: A\nA: /a+/ & ~/aa/"))
+        assert grammars.guide("closed", Grammar.json_schema({"enum": [f"{i:x}" for i in range(1000)]}))
+    assert len(tried) == 3
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^response_format .*too complex to compile\. Simplify"):
+            grammars.guide("closed", Grammar.lark('start: A "endless"\nA: /a+/ & /b+/'))
+    assert len(tried) == 4
