@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from lampejo.engine import Engine
@@ -38,21 +39,36 @@ class SyncOutbox:
 
 
 class AsyncOutbox:
-    """Deltas of one request for a coroutine of ``loop``. ``put`` is called in the loop's own thread."""
+    """Deltas for one coroutine of ``loop``. Its methods are called in the loop's own thread, which takes its time from
+    the kernels: what would be an ``asyncio.Queue`` and a timeout around it is spelled out."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._items: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Item) -> None:
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        self._wake()
+
+    def interrupt(self, error: BaseException) -> None:
+        """``get`` raises it next, whatever else is there."""
+        self._items.appendleft(error)
+        self._wake()
 
     async def get(self) -> TokenDelta:
         """The next delta; raises what ended the engine."""
-        item = await self._queue.get()
+        while not self._items:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        item = self._items.popleft()
         if isinstance(item, BaseException):
             raise item
         return item
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 Outbox = SyncOutbox | AsyncOutbox

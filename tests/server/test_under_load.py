@@ -239,7 +239,7 @@ async def test_what_is_wrong_with_one_request_fails_that_one_alone(monkeypatch):
             bad = asyncio.create_task(ask(client, chat()))
             await until(lambda: len(started) == 1)
             good = asyncio.create_task(ask(client, chat()))
-            started[0]._outbox._queue.put_nowait(UserError("The grammar is too much."))
+            started[0]._outbox.put(UserError("The grammar is too much."))
             assert (await bad).status_code == 400
             assert "The grammar is too much." in (await bad).json()["error"]["message"]
             held.open()
@@ -292,7 +292,7 @@ async def test_the_time_of_a_request_runs_from_its_arrival():
 
 
 async def test_the_time_of_a_request_runs_from_before_its_body_was_read(monkeypatch):
-    """Issue 5, deadlines. Fault: a body of megabytes, and a grammar, took their time before the clock began."""
+    """Fault: a body of megabytes, and a grammar, took their time before the clock began."""
     began = []
 
     def late(self: Service, job: Job) -> Any:
@@ -397,11 +397,11 @@ async def test_a_reader_who_takes_nothing_any_more_is_taken_for_gone(monkeypatch
 
 
 async def test_the_deadline_ends_an_answer_whose_reader_is_slow():
-    """Issue 5, deadlines. Fault: what was there already was told to the end, however late."""
+    """Fault: what was there already was told to the end, however late."""
     with model_saying(STORY) as llm:
         async with served(llm, timeout_s=600) as (_, service, _):
             answers = await service.start(Job([ids_of("assistant:")], {"max_tokens": 9}))
-            await until(lambda: answers._outbox._queue.qsize() == 9)
+            await until(lambda: len(answers._outbox._items) == 9)
             for answer in answers._answers:
                 answer.watch.arrived_at -= 601
                 answer.watch.num_tokens = 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,10 +25,12 @@ def remember_abort(scope: Scope, send: Send) -> None:
         scope[_ABORT] = transport.abort
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(value: Any) -> bytes:
     """Compact UTF-8. Half of a surrogate pair, which is no UTF-8, is escaped as it came."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -70,7 +73,7 @@ class EventStream(Response):
             self._close()
 
     async def _body(self, receive: Receive, send: Send, abort: Callable[[], None] | None) -> None:
-        self._at = _now()
+        self._at = time.monotonic()
         write, gone, watch = (asyncio.ensure_future(p) for p in (self._write(send), _gone(receive), self._watch(send)))
         try:
             await asyncio.wait((write, gone, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +95,7 @@ class EventStream(Response):
     async def _watch(self, send: Send) -> None:
         """Keeps it alive; comes to an end when the reader has stalled."""
         while True:
-            left = (STALLED_S if self._is_sending else self.keep_alive_s) - (_now() - self._at)
+            left = (STALLED_S if self._is_sending else self.keep_alive_s) - (time.monotonic() - self._at)
             if left > 0:
                 await asyncio.sleep(min(left, self.keep_alive_s))
             elif self._is_sending:
@@ -105,13 +108,9 @@ class EventStream(Response):
                     return
 
     async def _send(self, send: Send, data: bytes, more_body: bool = True) -> None:
-        self._is_sending, self._at = True, _now()
+        self._is_sending, self._at = True, time.monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": more_body})
-        self._is_sending, self._at = False, _now()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        self._is_sending, self._at = False, time.monotonic()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

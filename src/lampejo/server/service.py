@@ -154,15 +154,14 @@ class Answers:
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         config, running = self._service.config, self._running
-        loop, since_arrival = asyncio.get_running_loop(), time.perf_counter() - self._answers[0].watch.arrived_at
-        deadline = loop.time() + config.timeout_s - since_arrival
+        left_s = config.timeout_s - (time.perf_counter() - self._answers[0].watch.arrived_at)
+        if left_s <= 0:
+            self._outbox.interrupt(TimeoutError())
+        timer = self._outbox.loop.call_later(left_s, self._outbox.interrupt, TimeoutError())
         try:
             while running:
                 try:
-                    async with asyncio.timeout_at(deadline):
-                        if loop.time() >= deadline:  # of a slow reader, for whom all may be there
-                            raise TimeoutError
-                        delta = await self._outbox.get()
+                    delta = await self._outbox.get()
                 except TimeoutError:
                     if not any(answer.watch.num_tokens for answer in self._answers):
                         message = f"Nothing was generated within {config.timeout_s:g} seconds."
@@ -182,6 +181,7 @@ class Answers:
                     del running[delta.request.id]
                 yield answer.piece(answer.progress.chunk(delta), self._service.llm.tokenizer)
         finally:
+            timer.cancel()
             self.close()
 
     def close(self) -> None:
