@@ -81,6 +81,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(sorted(set(eos_ids))) or (() if own_eos is None else (own_eos,))
         self._affixes = affixes
         self._pieces: dict[int, bytes | str] = {}
+        self._texts: dict[int, TokenText] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``. Special tokens written in it are recognised.
@@ -112,9 +113,12 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> TokenText:
         """One token for logprobs, special tokens by their name."""
-        piece = self._spell(token_id)
-        raw = piece if isinstance(piece, bytes) else piece.encode()
-        return TokenText(raw.decode(errors="replace"), raw)
+        text = self._texts.get(token_id)
+        if text is None:
+            piece = self._spell(token_id)
+            raw = piece if isinstance(piece, bytes) else piece.encode()
+            text = self._texts[token_id] = TokenText(raw.decode(errors="replace"), raw)
+        return text
 
     def piece(self, token_id: int) -> bytes | str:
         """What a token adds to visible text before joining (see `DecodeRules`): nothing for special tokens."""

@@ -1,16 +1,21 @@
 """What one call may ask for, so that no other waits for it: beyond that it is refused by the name of the field."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from lampejo.accept import TokenLogprobs
 from lampejo.errors import UserError
-from lampejo.server import chat_job
+from lampejo.server import chat_job, openai_chat, openai_completions, respond
 from lampejo.server import fields as fields_module
 from lampejo.server.errors import ApiError
 from lampejo.server.fields import Body, parse
+from lampejo.server.http import to_json, to_long_json
+from lampejo.server.openai_chat import ChatWriter
+from lampejo.server.openai_completions import CompletionWriter
 from server_app import ask, chat, client_of, model_saying
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -140,3 +145,57 @@ async def test_of_many_wrong_items_the_first_is_told(monkeypatch, path, fields, 
         async with client_of(llm) as client:
             assert message(await ask(client, fields, path)).startswith(told)
     assert max(counts, default=0) <= 4, "one for each form that the field can have"
+
+
+# --- how long an answer may take to be written ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        "a",
+        None,
+        {"a": []},
+        {"é": [[[[[[{"b": [1, 2.5, None, True, "\ud800"]}]]]]]]},
+        [{"a": {"b": {"c": [{}]}}}],
+    ],
+)
+def test_long_json_is_the_same_json(value):
+    """Whatever stands at, above and below the levels that are written one by one."""
+    assert to_long_json(value) == to_json(value)
+    assert all(to_long_json(value, depth) == to_json(value) for depth in range(8))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(logprobs=True, top_logprobs=20, n=2, prompt_logprobs=3)),
+        (TEXT, {"prompt": ["assistant:", "assistant:"], "logprobs": 20, "echo": True, "prompt_logprobs": 3}),
+    ],
+)
+async def test_log_probabilities_are_written_in_another_thread(monkeypatch, path, body):
+    """Fault: thousands of tokens with twenty alternatives each, on the event loop: nobody else got a token."""
+    here = []
+
+    def watched(make):
+        return lambda *args: here.append(threading.current_thread() is threading.main_thread()) or make(*args)
+
+    for owner, name in (
+        (ChatWriter, "_logprobs"),
+        (CompletionWriter, "_of_prompt"),
+        (openai_chat, "prompt_logprobs"),
+        (openai_completions, "prompt_logprobs"),
+        (respond, "to_long_json"),
+    ):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    with model_saying("Hello") as llm:
+        llm.engine.runner.logprobs_after = lambda hidden, ids, num_top: [  # type: ignore[method-assign]
+            TokenLogprobs(token_id, -1.0, ((token_id, -1.0),)) for token_id in ids
+        ]
+        async with client_of(llm) as client:
+            response = await ask(client, body, path)
+    assert response.status_code == 200 and response.headers["content-type"] == "application/json"
+    assert all(choice["logprobs"] for choice in response.json()["choices"])
+    assert len(here) >= 3 and not any(here)

@@ -6,6 +6,7 @@ decodes plainly, ``{"trace": true}`` adds ``lampejo: {"step": n, "tokens": [{"id
 where origin is "target" or the drafter that proposed the token.
 """
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -144,6 +145,9 @@ class ChatWriter:
                 messages[piece.index].add(piece)
         finally:
             answers.close()
+        return await asyncio.to_thread(self._told, answers, messages)  # log probabilities take their time
+
+    def _told(self, answers: Answers, messages: Sequence["_Message"]) -> dict[str, Any]:
         choices = []
         for index, message in enumerate(messages):
             logprobs = self._logprobs(message.logprobs) if self.body.logprobs else None

@@ -1,6 +1,7 @@
 """/v1/completions: text as it is, without a chat template. Prompts as text or token ids, one or many; ``echo`` with log
 probabilities of the prompt, which is how likelihoods are measured."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -106,7 +107,7 @@ class CompletionWriter:
         try:
             async for piece in answers:
                 left -= piece.finish_reason is not None
-                choice = self._choice(piece, answers.requests[piece.index], piece.index not in begun, offsets)
+                choice = await self._choice(piece, answers.requests[piece.index], piece.index not in begun, offsets)
                 begun.add(piece.index)
                 if not (choice["text"] or choice["logprobs"] or choice["finish_reason"]):
                     continue
@@ -127,7 +128,7 @@ class CompletionWriter:
         try:
             async for piece in answers:
                 whole = choices[piece.index]
-                part = self._choice(piece, answers.requests[piece.index], not whole, offsets)
+                part = await self._choice(piece, answers.requests[piece.index], not whole, offsets)
                 if not whole:
                     whole.update(part)
                     continue
@@ -139,7 +140,9 @@ class CompletionWriter:
             answers.close()
         if self.body.prompt_logprobs is not None:
             for choice, request in zip(choices, answers.requests, strict=True):
-                choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, request, self.body.prompt_logprobs)
+                choice["prompt_logprobs"] = await asyncio.to_thread(
+                    prompt_logprobs, self.tokenizer, request, self.body.prompt_logprobs
+                )
         return {**self._head(answers, choices), "usage": answers.usage, "metrics": answers.metrics}
 
     def _head(self, answers: Answers, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,13 +153,15 @@ class CompletionWriter:
             more.setdefault("usage", answers.usage if self.body.counts_along else None)
         return event({**self._head(answers, choices), **more})
 
-    def _choice(self, piece: Piece, request: engine.Request, is_first: bool, offsets: list[int]) -> dict[str, Any]:
+    async def _choice(
+        self, piece: Piece, request: engine.Request, is_first: bool, offsets: list[int]
+    ) -> dict[str, Any]:
         """What a piece adds; the prompt before the first, if it is to be echoed."""
         text, logprobs = "", None
         if is_first and self.body.echo:
             text = self.tokenizer.decode(request.prompt_ids)
             if self.body.logprobs is not None:
-                logprobs = self._of_prompt(request, piece.index, offsets)
+                logprobs = await asyncio.to_thread(self._of_prompt, request, piece.index, offsets)
         finish_reason = piece.finish_reason
         if self._is_echo_alone:
             finish_reason = finish_reason and "length"

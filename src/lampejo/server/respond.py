@@ -1,5 +1,6 @@
 """A job's answers as an HTTP response: a stream of events, or whole once all is there."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -7,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lampejo import request as engine
-from lampejo.server.http import EventStream, JsonResponse, unless_gone
+from lampejo.server.http import EventStream, JsonResponse, to_long_json, unless_gone
 from lampejo.server.service import Answers, Job, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -25,10 +26,13 @@ async def respond(request: Request, service: Service, job: Job, writer: Writer, 
         answers = await service.start(job)
         return EventStream(writer.stream(answers), service.config.keep_alive_s, answers.close)
 
-    async def work() -> dict[str, Any]:
-        return await writer.whole(await service.start(job))
+    async def work() -> Response:
+        told = await writer.whole(await service.start(job))
+        if job.params.keys() & {"logprobs", "prompt_logprobs"}:  # megabytes
+            return Response(await asyncio.to_thread(to_long_json, told), media_type="application/json")
+        return JsonResponse(told)
 
-    return JsonResponse(await unless_gone(request, work()))
+    return await unless_gone(request, work())
 
 
 def prompt_logprobs(tokenizer: Tokenizer, request: engine.Request, num_top: int) -> list[dict[str, Any] | None]:
