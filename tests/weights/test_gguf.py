@@ -233,6 +233,14 @@ def test_flipped_bytes_give_a_clear_error_or_a_readable_file(sound, scratch, fli
         file.close()
 
 
+def test_a_file_of_another_name_is_not_called_damaged(tmp_path):
+    """Fault: who names the wrong file is told to delete it."""
+    path = tmp_path / "notes.txt"
+    with pytest.raises(UserError, match="is not a GGUF file") as caught:
+        open_bytes(path, b"All that I know. " * 9)
+    assert "delete" not in str(caught.value)
+
+
 @settings(max_examples=200, deadline=None)
 @given(tail=st.binary(max_size=300), counts=st.tuples(st.integers(0, 5), st.integers(0, 5)))
 def test_random_bytes_after_the_magic_never_crash(scratch, tail, counts):

@@ -92,6 +92,8 @@ class GgufFile(TensorFile):
     def _walk(self) -> None:
         cursor = _Cursor(self._file, self.path, self.path.stat().st_size)
         if cursor.size < 24 or cursor.number("4s", "the magic") != b"GGUF":
+            if self.path.suffix != ".gguf":  # any file of the user's: nothing for which "delete it" would be an advice
+                raise UserError(f"{self.path} is not a GGUF file.", "Give a model folder or a .gguf file.")
             raise damaged(self.path, "it does not begin like a GGUF file")
         version = cursor.number("I", "the version")
         if version not in (2, 3):
