@@ -69,6 +69,16 @@ COSTLY = {
             "allOf": [{"$ref": f"#a{i}"} for i in range(8)],
         }
     ),
+    "patterns at once, by ids of an older draft": Grammar.json_schema(
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {f"{i}": {"$id": f"#a{i}", **AT_ONCE[i]} for i in range(8)},
+            "allOf": [{"items": [{"$ref": f"#a{i}"}]} for i in range(8)],
+        }
+    ),
+    "patterns at once, in further items": Grammar.json_schema(
+        _in_all_of(*({"type": "array", "items": [{}], "additionalItems": a} for a in AT_ONCE))
+    ),
     "long patterns at once": Grammar.json_schema(
         _in_all_of(*({"type": "string", "pattern": f"{'(a|b)' * 100}{i}"} for i in range(3)))
     ),

@@ -99,9 +99,9 @@ class _Places:
         self._root, self._about = root, about
         values = list(_values(root))
         everywhere = [value for value in values if isinstance(value, Mapping)]
-        # Schemas with an id may be the base of references, those with an anchor their end.
+        # Schemas with an id may be the base of references.
         self._bases = (root, *(value for value in everywhere if {"$id", "id"} & value.keys()))
-        self._anchored = tuple(value for value in everywhere if {"$anchor", "$dynamicAnchor"} & value.keys())
+        self._everywhere = everywhere
         self._has_patterns = sum(_num_patterns(value) for value in everywhere) > 1
         self._telling: set[int] = set()  # ids of objects and lists with patterns or references somewhere in them
         for value in reversed(values):
@@ -135,7 +135,12 @@ class _Places:
         _check(num_patterns, sum(map(_num_chars, schemas)), self._about)
         for name in dict.fromkeys([*(name for schema in schemas for name in _mapping(schema, "properties")), None]):
             yield [group for schema in schemas for group in self._of_property(schema, name)]
-        yield [self._schemas([*_listed(schema, "prefixItems"), schema.get("items")]) for schema in schemas]
+        lists = ("prefixItems", "items")
+        others = ("items", "additionalItems")
+        yield [
+            self._schemas([*(v for key in lists for v in _listed(schema, key)), *(schema.get(key) for key in others)])
+            for schema in schemas
+        ]
 
     def _of_property(self, schema: Mapping[str, Any], name: str | None) -> Iterator[Group]:
         """What a schema says of a property, None: of one that it does not name."""
@@ -175,7 +180,14 @@ class _Places:
     def _targets(self, fragment: str) -> Group:
         """What a reference may mean."""
         if not fragment.startswith("/"):
-            return self._anchored if fragment else self._bases
+            names = (
+                ("$anchor", fragment),
+                ("$dynamicAnchor", fragment),
+                ("$id", f"#{fragment}"),
+                ("id", f"#{fragment}"),
+            )
+            anchored = (value for value in self._everywhere if any(value.get(key) == name for key, name in names))
+            return tuple(anchored) if fragment else self._bases
         found = []
         for value in self._bases:
             for key in fragment.split("/")[1:]:
