@@ -14,13 +14,14 @@ from lampejo.errors import UserError, shown
 from lampejo.grammar import Grammar, quoted
 from lampejo.grammar_costs import LIMITS, REMEDY, TOO_COSTLY, check_cost, with_large_stack
 from lampejo.grammar_trial import Pieces, Trials
-from lampejo.guide import Compiled, Guide, Stuck, Vocabulary, next_mask
+from lampejo.guide import Compiled, Guide, Matcher, Stuck, Vocabulary, next_mask
 from lampejo.sampling import check_number
 from lampejo.tokenizer import Tokenizer
 
 MAX_CHARS = 200_000  # of a grammar; llguidance compiles recursively, and what is longer could outgrow the stack
 MAX_UNTRIED = 4_000  # characters of a grammar that is small enough to be compiled without a trial
 MAX_COMPILED = 32  # grammars that are kept, the latest used; each knows the lexer states that its drafts have met
+_TOO_COMPLEX = "it is too complex to compile."
 
 
 class Grammars:
@@ -70,41 +71,51 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(text)
         # One that drafts have filled up is made anew.
-        if found is not None and self._complaint(found.shared) is None:
+        if found is not None and (found.shared is None or self._complaint(found.shared.deep_copy()) is None):
             return found
-        if found is None and not _is_cheap(grammar):
-            self._try(grammar, text, trials)
+        if text in self._failed:
+            raise _refusal(grammar, _TOO_COMPLEX)
+        is_joined = _check(grammar)
+        if is_joined:
+            compiled = Compiled(lambda: trials.hold(text), None)
+            matcher: Matcher = compiled.make()
+        else:
+            if found is None and len(text) > MAX_UNTRIED and not trials.passes(text):
+                raise self._failure(grammar, text)
 
-        def make() -> LLMatcher:
-            return with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=LIMITS))
+            def make() -> LLMatcher:
+                return with_large_stack(lambda: LLMatcher(indexed, text, log_level=0, limits=LIMITS))
 
-        compiled = Compiled(make, make())
-        if compiled.shared.is_error():
-            raise self._not_enforced(grammar, _in_a_line(compiled.shared.get_error()))
+            compiled = Compiled(make, shared := make())
+            matcher = shared
+        if matcher.is_error():
+            complaint: str | None = _in_a_line(matcher.get_error())
+            if is_joined and TOO_COSTLY.search(str(complaint)):
+                raise self._failure(grammar, text)
+            raise _refusal(grammar, str(complaint)) if is_joined else self._not_enforced(grammar, str(complaint))
         for _ in range(2):  # a lexer that the first mask has filled up fails at the second
-            if (complaint := self._complaint(compiled.shared)) is not None:
+            if (complaint := self._complaint(matcher if is_joined else shared.deep_copy())) is not None:
                 if not TOO_COSTLY.search(complaint):
                     complaint = "nothing that this model can write matches it."
-                raise self._not_enforced(grammar, complaint)
+                raise _refusal(grammar, complaint)
         with self._lock:
             self._compiled[text] = compiled
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _try(self, grammar: Grammar, text: str, trials: Trials) -> None:
-        if text not in self._failed and trials.passes(text):
-            return
+    def _failure(self, grammar: Grammar, text: str) -> UserError:
+        """Of a grammar that was too much for a process; it is not tried again."""
         with self._lock:
             self._failed[text] = None
             while len(self._failed) > MAX_COMPILED:
                 self._failed.popitem(last=False)
-        raise _refusal(grammar, "it is too complex to compile.")
+        return _refusal(grammar, _TOO_COMPLEX)
 
-    def _complaint(self, matcher: LLMatcher) -> str | None:
+    def _complaint(self, matcher: Matcher) -> str | None:
         """What is wrong with the first mask."""
         try:
-            next_mask(matcher.deep_copy(), self._vocabulary.size)
+            next_mask(matcher, self._vocabulary.size)
         except Stuck as stuck:
             return str(stuck)
         return None
@@ -134,21 +145,19 @@ class Grammars:
         return pieces.index(), Trials(pieces)
 
 
-def _is_cheap(grammar: Grammar) -> bool:
-    """Whether it is evidently so. ``UserError`` if it is evidently not."""
+def _check(grammar: Grammar) -> bool:
+    """Whether it joins patterns. ``UserError`` if it evidently costs too much."""
     try:
-        is_cheap = len(grammar.body) <= MAX_UNTRIED
         for name, schema in grammar.schemas:
             try:
                 check_cost({"json_schema": json.loads(schema)}, grammar.about)
             except UserError as error:
                 message = f"{_of_tool(grammar, name)}{error.message.removeprefix(grammar.about)}"
                 raise UserError(message, error.remedy, field=grammar.about) from None
-        for part in _parts(json.loads(grammar.body)):
-            is_cheap = check_cost(part, grammar.about) and is_cheap
+        joins = [check_cost(part, grammar.about) for part in _parts(json.loads(grammar.body))]  # all of them
+        return any(joins)
     except RecursionError:
         raise _too_deep(grammar) from None
-    return is_cheap
 
 
 def _with_reasoning(grammar: Grammar, start: Start) -> str:
@@ -192,6 +201,7 @@ def _refusal(grammar: Grammar, complaint: str, what: str = "") -> UserError:
 
 # What llguidance says, where that speaks of its own options or numbers.
 _IN_OUR_WORDS = [
+    ("Unable to determine if regex is empty", "its patterns that have to match at once are too complex", REMEDY),
     (
         "oneOf constraints are not supported",
         "of oneOf it is not evident that no two alternatives can match the same",

@@ -42,14 +42,14 @@ _Result = TypeVar("_Result")
 
 
 def check_cost(part: Mapping[str, Any], about: str) -> bool:
-    """part: one of llguidance's grammars. Whether a small one of this kind is cheap. ``UserError`` for what it would
-    spend seconds on, ``RecursionError`` for what is nested too deeply."""
+    """part: one of llguidance's grammars. Whether it joins patterns. ``UserError`` for what it would spend seconds on,
+    ``RecursionError`` for what is nested too deeply."""
     rules = part.get("lark_grammar", "")
-    is_cheap = True
+    is_joined = check_joined(rules, about)
     for schema in [part["json_schema"]] if "json_schema" in part else _schemas_in(rules):
         _check_schema(schema, about)
-        is_cheap = not check_at_once(schema, about) and is_cheap
-    return not check_joined(rules, about) and is_cheap
+        is_joined = check_at_once(schema, about) or is_joined
+    return is_joined
 
 
 def _schemas_in(rules: str) -> Iterator[Any]:

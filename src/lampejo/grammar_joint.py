@@ -17,6 +17,7 @@ MAX_PRODUCT = 1_000_000  # of their lengths, if all were equally long
 MAX_STEPS = 50_000  # through a schema, less than half a second
 _FORMAT_CHARS = 100  # a ``format`` is a pattern of about so many characters
 _REMEDY = "Write one pattern that says the same, or leave the less important out."
+_LENGTHS = ("minLength", "maxLength")
 _COMBINATORS = ("allOf", "anyOf", "oneOf")
 
 Group = tuple[Any, ...]  # alternatives, of which one has to hold
@@ -102,10 +103,10 @@ class _Places:
         # Schemas with an id may be the base of references.
         self._bases = (root, *(value for value in everywhere if {"$id", "id"} & value.keys()))
         self._everywhere = everywhere
-        self._has_patterns = sum(_num_patterns(value) for value in everywhere) > 1
-        self._telling: set[int] = set()  # ids of objects and lists with patterns or references somewhere in them
+        self._has_patterns = any(map(_num_patterns, everywhere))
+        self._telling: set[int] = set()  # ids of what has patterns, lengths or references somewhere in it
         for value in reversed(values):
-            is_end = isinstance(value, Mapping) and (_num_patterns(value) or "$ref" in value)
+            is_end = isinstance(value, Mapping) and (_num_patterns(value) or {*_LENGTHS, "$ref"} & value.keys())
             if is_end or any(id(part) in self._telling for part in _parts_of(value)):
                 self._telling.add(id(value))
         self._plain_by_id: dict[int, Mapping[str, Any]] = {}
@@ -131,7 +132,7 @@ class _Places:
                 yield [*((schema,) for schema in schemas), (alternative,), *choices[1:]]
             return
         num_patterns = sum(map(_num_patterns, schemas))
-        self._is_joint = self._is_joint or num_patterns > 1
+        self._is_joint = self._is_joint or num_patterns > 1 or _joins_length(schemas)
         _check(num_patterns, sum(map(_num_chars, schemas)), self._about)
         for name in dict.fromkeys([*(name for schema in schemas for name in _mapping(schema, "properties")), None]):
             yield [group for schema in schemas for group in self._of_property(schema, name)]
@@ -164,7 +165,11 @@ class _Places:
                 left += self._parts(schema)
                 # The same object each time, by which a place is known again.
                 plain = {key: value for key, value in schema.items() if key not in (*_COMBINATORS, "$ref")}
-                if _num_patterns(plain) or any(id(value) in self._telling for value in plain.values()):
+                if (
+                    _num_patterns(plain)
+                    or plain.keys() & {*_LENGTHS}
+                    or any(id(value) in self._telling for value in plain.values())
+                ):
                     is_all = len(plain) == len(schema)
                     schemas.append(schema if is_all else self._plain_by_id.setdefault(id(schema), plain))
         return schemas, choices
@@ -217,6 +222,19 @@ def _num_patterns(schema: Mapping[str, Any]) -> int:
 def _num_chars(schema: Mapping[str, Any]) -> int:
     pattern = schema.get("pattern")
     return (len(pattern) if isinstance(pattern, str) else 0) + _FORMAT_CHARS * isinstance(schema.get("format"), str)
+
+
+# A row of characters and classes, each with how often it comes.
+_FLAT = re.compile(
+    r"\^?(?:(?:\[(?:\\[^pP]|[^\]\\])*\]|\\[^pP]|[^()|\[\]\\*+?{}])(?:\{\d+(?:,\d*)?\}|[*+?])?){0,60}", re.DOTALL
+)
+
+
+def _joins_length(schemas: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a pattern that is more than a short row is joined with a bound of its length, which is a pattern too."""
+    patterns = [schema["pattern"] for schema in schemas if isinstance(schema.get("pattern"), str)]
+    is_bound = any(key in schema for schema in schemas for key in _LENGTHS)
+    return is_bound and not all(map(_FLAT.fullmatch, patterns))
 
 
 def _mapping(schema: Mapping[str, Any], key: str) -> Mapping[Any, Any]:

@@ -1,7 +1,8 @@
-"""Tries grammars in a process of its own, which is ended when one takes too much time or memory there.
+"""Grammars in processes of their own, which the system ends when one takes too much time or memory there.
 
 llguidance looks at its limits now and then only. What it takes in between cannot be foreseen of every grammar, and not
-be stopped in this process.
+be stopped in this process. Large ones are tried elsewhere before they are compiled here; those that join patterns,
+whose worst may come with any token, stay elsewhere for all of an answer.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from llguidance import LLMatcher, LLTokenizer
 from lampejo.errors import Busy
 from lampejo.grammar_costs import LIMITS, STACK, with_large_stack
 
-MAX_SECONDS = 1.0  # of a processor's time, to compile a grammar and its first masks
+MAX_SECONDS = 1.0  # of a processor's time, to compile a grammar and its first mask
 MAX_BYTES = 1 << 30  # beyond the vocabulary
+MAX_STEP_SECONDS = 0.3  # of a grammar that is held elsewhere: to compile it, for a mask, or for a token
+MAX_HELD = 16  # answers by such grammars at once
+MAX_HELD_BYTES = 1 << 28  # of each, beyond the vocabulary
 MAX_WAITING = 3  # trials at once, of which one runs; each holds one of the server's few threads
 _WALL_SECONDS = 15  # where others keep the processors busy
 _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import lampejo.grammar_trial as t; t.serve()"
@@ -79,28 +84,49 @@ class Trials:
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._places = threading.Semaphore(MAX_WAITING)
+        self._held = threading.Semaphore(MAX_HELD)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
+        self._process_id = 0
+
+    def hold(self, text: str) -> "HeldMatcher":
+        """A matcher of a grammar in a process of its own. ``Busy`` if there are too many."""
+        if not self._held.acquire(blocking=False):
+            raise Busy(
+                f"{MAX_HELD} answers by grammars that join patterns are being written.", "Try again in a few seconds."
+            )
+        ours, theirs = Pipe()
+        held = HeldMatcher(ours)
+        weakref.finalize(held, self._held.release)
+        with theirs:
+            self._do(text, theirs)
+        held.wait()
+        return held
 
     def passes(self, text: str) -> bool:
         """Whether a grammar, as llguidance reads it, is compiled and gives its first masks within the bounds above; an
         error of it does too. ``Busy`` if others wait already."""
+        return self._do(text)
+
+    def _do(self, text: str, theirs: Connection | None = None) -> bool:
         if not self._places.acquire(blocking=False):
             raise Busy("Too many large grammars are being tried at once.", "Try again in a few seconds.")
         try:
             with self._lock:
                 try:
-                    return self._ask(text)
+                    return self._ask(text, theirs)
                 except (OSError, EOFError):  # it was ended from outside
                     self._connection = None
-                    return self._ask(text)
+                    return self._ask(text, theirs)
         finally:
             self._places.release()
 
-    def _ask(self, text: str) -> bool:
+    def _ask(self, text: str, theirs: Connection | None) -> bool:
         if self._connection is None:
             self._connection = self._start()
-        self._connection.send(text)
+        self._connection.send((text, theirs is not None))
+        if theirs is not None:
+            send_handle(self._connection, theirs.fileno(), self._process_id)
         passed: bool = self._connection.recv()
         return passed
 
@@ -114,9 +140,50 @@ class Trials:
             stderr=subprocess.DEVNULL,
         )
         theirs.close()
+        self._process_id = process.pid
         weakref.finalize(ours, _end, process)
         ours.send((self._pieces.tokens, self._pieces.special_token_ids, self._pieces.eos_ids))
         return ours
+
+
+class HeldMatcher:
+    """What a guide needs of llguidance's matcher, from the process at the other end. It fails when that one ends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._error, self._is_stopped = "", False
+
+    def wait(self) -> Any:
+        """For what the other end says next; it begins when the grammar is compiled."""
+        try:
+            answer, self._error, self._is_stopped = self._connection.recv()
+            return answer
+        except (EOFError, OSError):
+            self._error = f"too complex: {MAX_STEP_SECONDS} seconds or {MAX_HELD_BYTES >> 20} MB are not enough for it"
+            return None
+
+    def _ask(self, request: int | None) -> Any:
+        with contextlib.suppress(OSError):  # it has ended, which is met when it is waited for
+            self._connection.send(request)
+        return self.wait()
+
+    def compute_bitmask(self) -> bytes:
+        return self._ask(None) or b""
+
+    def consume_token(self, token_id: int) -> bool:
+        return bool(self._ask(token_id))
+
+    def is_error(self) -> bool:
+        return bool(self._error)
+
+    def get_error(self) -> str:
+        return self._error
+
+    def is_stopped(self) -> bool:
+        return self._is_stopped or self.is_error()
+
+    def stop_reason(self) -> str:
+        return ""
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -125,37 +192,58 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def serve() -> None:
-    """In the process: a trial for each text that comes, until nobody can send any more."""
+    """In the process: a fork for each text that comes, until nobody can send any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other
     os.nice(5)
     with contextlib.suppress(EOFError, OSError), Connection(int(sys.argv[2])) as connection:
-        indexed = Pieces(*connection.recv()).index()
+        indexed, ended = Pieces(*connection.recv()).index(), list[int]()
         while True:
-            text = connection.recv()
+            text, is_held = connection.recv()
+            theirs = Connection(recv_handle(connection)) if is_held else None
             child = os.fork()
             if child == 0:
-                _try(indexed, text)
-            connection.send(os.waitpid(child, 0)[1] == 0)
+                connection.close()
+                _in_fork(indexed, text, theirs)
+            if theirs is not None:
+                theirs.close()
+                ended.append(child)
+            connection.send(is_held or os.waitpid(child, 0)[1] == 0)
+            ended = [child for child in ended if os.waitpid(child, os.WNOHANG)[0] == 0]
 
 
-def _try(indexed: LLTokenizer, text: str) -> None:
-    """Ends its process, by a signal or an abort where a bound is met."""
-    import resource
-
-    signal.alarm(_WALL_SECONDS)
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # not everywhere
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + STACK + MAX_BYTES,) * 2)
-
-    def work() -> None:
-        matcher = LLMatcher(indexed, text, log_level=0, limits=LIMITS)
-        for _ in range(2):
-            matcher.compute_bitmask()
-
+def _in_fork(indexed: LLTokenizer, text: str, theirs: Connection | None) -> None:
+    """Ends its process: by a signal or an abort where a bound is met."""
     try:
-        with_large_stack(work)
+        _bound(MAX_BYTES if theirs is None else MAX_HELD_BYTES)
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS if theirs is None else MAX_STEP_SECONDS)
+        if theirs is None:
+            signal.alarm(_WALL_SECONDS)
+            with_large_stack(lambda: _matcher(indexed, text).compute_bitmask())
+        else:
+            _hold(with_large_stack(lambda: _matcher(indexed, text)), theirs)
     except BaseException:
         os._exit(1)
     os._exit(0)
+
+
+def _matcher(indexed: LLTokenizer, text: str) -> LLMatcher:
+    return LLMatcher(indexed, text, log_level=0, limits=LIMITS)
+
+
+def _bound(num_bytes: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # not everywhere
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + STACK + num_bytes,) * 2)
+
+
+def _hold(matcher: LLMatcher, connection: Connection) -> None:
+    answer: Any = None
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send((answer, matcher.get_error() if matcher.is_error() else "", matcher.is_stopped()))
+        request = connection.recv()
+        signal.setitimer(signal.ITIMER_PROF, MAX_STEP_SECONDS)
+        answer = matcher.compute_bitmask() if request is None else matcher.consume_token(request)

@@ -8,6 +8,7 @@ them and changes nothing else.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,13 +43,24 @@ class _Place:
         return replace(self, thoughts=copy.deepcopy(self.thoughts))
 
 
+class Matcher(Protocol):
+    """What is used of llguidance's; None of its methods raises, they put it into an error that stays."""
+
+    def compute_bitmask(self) -> bytes: ...
+    def consume_token(self, token_id: int, /) -> bool: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def is_stopped(self) -> bool: ...
+    def stop_reason(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A grammar, compiled. make: a matcher that shares nothing with any other; shared: the one whose copies all share
     what their lexer has met, and also that it has met too much."""
 
-    make: Callable[[], LLMatcher]
-    shared: LLMatcher
+    make: Callable[[], Matcher]
+    shared: LLMatcher | None  # None: no drafts are tried
 
 
 class Guide:
@@ -69,7 +81,8 @@ class Guide:
         self._vocabulary = vocabulary
         self._budget = budget
         self._matcher = compiled.make() if compiled else None
-        self._ahead = compiled.shared.deep_copy() if compiled else None  # as far as the other; None when it has failed
+        # As far as the other; None when it has failed.
+        self._ahead = compiled.shared.deep_copy() if compiled and compiled.shared else None
         self._place = _Place(ThoughtCounter(start))
         self._force_end(self._place)
         self._masked: torch.Tensor | None = None  # what this place allows, by the matcher
@@ -152,7 +165,7 @@ class Guide:
             self._masked = self._mask(self._place, self._matcher)
         return self._masked
 
-    def _mask(self, place: _Place, matcher: LLMatcher | None) -> torch.Tensor | None:
+    def _mask(self, place: _Place, matcher: Matcher | None) -> torch.Tensor | None:
         if place.forced:
             mask = torch.zeros(self._vocabulary.size, dtype=torch.bool)
             mask[place.forced[0]] = True
@@ -188,7 +201,7 @@ def _is_in_character(tail: bytes) -> bool:
     return False
 
 
-def next_mask(matcher: LLMatcher, size: int) -> torch.Tensor:
+def next_mask(matcher: Matcher, size: int) -> torch.Tensor:
     """Which ids [size] may come next. ``Stuck`` if none."""
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     if matcher.is_error():
@@ -199,5 +212,5 @@ def next_mask(matcher: LLMatcher, size: int) -> torch.Tensor:
     return mask
 
 
-def _reason(matcher: LLMatcher) -> str:
+def _reason(matcher: Matcher) -> str:
     return matcher.get_error().strip().partition("\n")[0][:300] or str(matcher.stop_reason())

@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lampejo import Grammar
+from lampejo import Grammar, grammar_trial
 from lampejo.answer import style_of
 from scripted import scripted_llm
 from server_app import QWEN, ask, chat, client_of, events, model_saying, text_of
@@ -14,6 +14,7 @@ from test_grammar import SCHEMA, TOKENS, whimsical
 from tiny import ScriptedDrafter
 
 UNSUPPORTED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+ENDLESS = {"properties": {"a": {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(20)]}}}
 KEPT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
@@ -24,6 +25,14 @@ KEPT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "s
         ({"response_format": UNSUPPORTED}, "response_format"),
         ({"response_format": {"type": "regex", "pattern": "(a"}}, "response_format"),
         ({"response_format": {"type": "grammar", "grammar": "start: nothing"}}, "response_format"),
+        ({"response_format": {**KEPT, "json_schema": {"name": "x", "schema": ENDLESS}}}, "response_format"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": ENDLESS}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no type"}}}],
@@ -103,3 +112,18 @@ async def test_completions_are_of_no_form():
             for kind, status in (("json_object", 400), ("text", 200)):
                 body = {"prompt": "Hi", "response_format": {"type": kind}}
                 assert (await ask(client, body, "/v1/completions")).status_code == status
+
+
+async def test_a_form_that_would_be_one_too_many_of_its_kind_is_to_come_again_later(monkeypatch):
+    """429: it holds a process, or a thread while it is tried."""
+    monkeypatch.setattr(grammar_trial, "MAX_HELD", 0)
+    monkeypatch.setattr(grammar_trial, "MAX_WAITING", 0)
+    joined = {"type": "grammar", "grammar": "start: A\nA: /a+/ & ~/aa/"}
+    large = {"type": "grammar", "grammar": "start: " + '"a" ' * 2000}
+    with model_saying("Hello") as llm:
+        async with client_of(llm) as client:
+            for form in (joined, large):
+                response = await ask(client, chat(response_format=form))
+                assert response.status_code == 429
+                assert int(response.headers["retry-after"]) > 0
+            assert (await ask(client, chat())).status_code == 200
