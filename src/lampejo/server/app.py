@@ -68,6 +68,8 @@ class HeadAsGet:
 
 
 class _App(FastAPI):
+    """Notes about a call what is only known outside of all layers: when it came, how its connection is dropped."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         remember_abort(scope, send)
         arrived = ARRIVED.set(time.perf_counter())
