@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from lampejo.errors import Busy
 from lampejo.grammar_costs import LIMITS, STACK, with_large_stack
 
-MAX_SECONDS = 1.0  # of a processor's time, to compile a grammar and its first mask
+MAX_SECONDS = 0.5  # of a processor's time, to compile a grammar and its first mask
 MAX_BYTES = 1 << 30  # beyond the vocabulary
 MAX_STEP_SECONDS = 0.3  # of a grammar that is held elsewhere: to compile it, for a mask, or for a token
 MAX_HELD = 16  # answers by such grammars at once
@@ -194,7 +194,6 @@ def _end(process: subprocess.Popen) -> None:
 def serve() -> None:
     """In the process: a fork for each text that comes, until nobody can send any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other
-    os.nice(5)
     with contextlib.suppress(EOFError, OSError), Connection(int(sys.argv[2])) as connection:
         indexed, ended = Pieces(*connection.recv()).index(), list[int]()
         while True:
@@ -217,6 +216,7 @@ def _in_fork(indexed: LLTokenizer, text: str, theirs: Connection | None) -> None
         _bound(MAX_BYTES if theirs is None else MAX_HELD_BYTES)
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS if theirs is None else MAX_STEP_SECONDS)
         if theirs is None:
+            os.nice(5)  # nobody's next token waits for it
             signal.alarm(_WALL_SECONDS)
             with_large_stack(lambda: _matcher(indexed, text).compute_bitmask())
         else:
