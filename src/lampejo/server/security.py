@@ -100,7 +100,7 @@ def find_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
         except (OSError, UnicodeDecodeError) as error:
             told = why(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"--api-key-file {file} cannot be read: {told}.") from None
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        found = [key for line in lines if (key := re.split(r"(?:^|\s)#", line)[0].strip())]
         if not found:
             raise UserError(f"--api-key-file {file} has no key.", "Put one on each line.")
         keys += found
