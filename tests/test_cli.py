@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -553,6 +554,18 @@ def test_ctrl_c_ends_a_running_answer_cleanly():
         guard.cancel()
     assert process.returncode == INTERRUPTED, err
     assert b"Traceback" not in err
+
+
+def test_numpy_is_imported_before_pytorch_does_it():
+    """Fault: PyTorch swallows a Ctrl-C that comes while it imports numpy, and the whole answer is given all the same."""
+    program = """
+        import sys
+        from lampejo import cli
+        cli._inspect = lambda args: print("numpy" in sys.modules, "torch" in sys.modules)
+        cli.main(["inspect", "smollm2"])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True False\n"
 
 
 def shell(line: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -347,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_folder()
         args = make_parser().parse(sys.argv[1:] if argv is None else argv)
-        _import_numpy()
+        import numpy  # noqa: F401  # PyTorch would lose a Ctrl-C that comes while it imports this
+
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -366,11 +367,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_MISTAKE
     finally:
         _give_up_broken_streams()
-
-
-def _import_numpy() -> None:
-    """Before PyTorch does: it takes whatever interrupts that for a machine without numpy, and a Ctrl-C would be lost."""
-    import numpy  # noqa: F401
 
 
 def _check_folder() -> None:

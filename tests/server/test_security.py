@@ -240,7 +240,7 @@ def test_what_is_no_origin_is_refused(origin):
 def test_keys_come_from_flags_file_and_environment_together(tmp_path, monkeypatch):
     """Several keys; a child process inherits none."""
     file = tmp_path / "keys"
-    file.write_text("# of the agents\nsk-a\n\n  sk-b  \n", "utf-8")
+    file.write_text("# of the agents\nsk-a  # of Ana\n\n  sk-b  \n", "utf-8")
     monkeypatch.setenv("LAMPEJO_API_KEY", "sk-c, sk-d,sk-a,")
     assert find_keys(["sk-e"], str(file)) == ("sk-e", "sk-c", "sk-d", "sk-a", "sk-b")
     assert "LAMPEJO_API_KEY" not in security.os.environ
