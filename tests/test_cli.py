@@ -557,7 +557,7 @@ def test_ctrl_c_ends_a_running_answer_cleanly():
 
 
 def test_numpy_is_imported_before_pytorch_does_it():
-    """Fault: PyTorch swallows a Ctrl-C that comes while it imports numpy, and the whole answer is given all the same."""
+    """Fault: PyTorch swallows a Ctrl-C that comes while it imports numpy, and the answer goes on."""
     program = """
         import sys
         from lampejo import cli

@@ -48,8 +48,9 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             raise UserError(f"{argument!r} is one argument too many.", "Put a text with spaces between quotes.")
         flag = argument.partition("=")[0]
-        names = {name.lstrip("-"): name for name in self._option_string_actions}  # dashes are no likeness
-        close = [names[name] for name in difflib.get_close_matches(flag.lstrip("-"), names, n=1)]
+        close = difflib.get_close_matches(
+            flag, self._option_string_actions, n=1, cutoff=0.7
+        )  # dashes are little likeness
         raise UserError(f"Unknown flag {flag}.", f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'.")
 
 
