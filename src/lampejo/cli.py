@@ -48,9 +48,7 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             raise UserError(f"{argument!r} is one argument too many.", "Put a text with spaces between quotes.")
         flag = argument.partition("=")[0]
-        close = difflib.get_close_matches(
-            flag, self._option_string_actions, n=1, cutoff=0.7
-        )  # dashes are little likeness
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)  # "--" is in common
         raise UserError(f"Unknown flag {flag}.", f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'.")
 
 
