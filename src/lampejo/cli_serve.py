@@ -122,6 +122,7 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def _begin_to_drain(self) -> None:
+        self._service.ending.set()
         self._draining = self._loop.create_task(self._drain())
 
     def _cut_off(self) -> None:

@@ -159,6 +159,19 @@ def test_told_twice_it_ends_at_once(serve):
     assert b'"message":"The server is shutting down."' in response.read()
 
 
+def test_a_body_that_never_comes_is_refused_at_the_end_of_the_server(serve):
+    """O1. Fault: 500 for its sender, and a traceback in the log."""
+    served = serve()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as half:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        half.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
+        served.get("/health")  # after which the half has arrived too
+        served.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: half.recv(65536), b""))
+    assert served.end() == (0, "")
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"The server is shutting down." in answer
+
+
 async def test_told_to_end_while_it_starts_it_ends(monkeypatch):
     """O1. Fault: a signal before the loop is known is an AttributeError."""
     with model_saying("Hi") as llm, socket.create_server(("127.0.0.1", 0)) as listener:

@@ -68,7 +68,7 @@ def test_who_waits_before_sending_is_told_at_once_and_sends_nothing(port):
         assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
 
 
-@pytest.mark.parametrize("ending", ["bytes", "seconds", "the client", "the body"])
+@pytest.mark.parametrize("ending", ["bytes", "seconds", "the client", "the body", "the server"])
 async def test_what_is_thrown_away_is_bounded(ending):
     """O5's spirit: who goes on sending, or sends nothing more, holds nothing for ever."""
     sent: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ async def test_what_is_thrown_away_is_bounded(ending):
         nonlocal num_received
         num_received += 1
         assert sent[1]["body"] == b"too long", "the answer waited for what is thrown away"
-        if ending == "seconds":
+        if ending in ("seconds", "the server"):
             await asyncio.sleep(3600)
         if ending == "the client" and num_received == 3:
             return {"type": "http.disconnect"}
@@ -92,8 +92,12 @@ async def test_what_is_thrown_away_is_bounded(ending):
         sent.append(message)
 
     scope = {"type": "http", "headers": [(b"content-length", b"99999999")]}
-    await Linger(app, max_bytes=1000, max_seconds=0.01 if ending == "seconds" else 3600)(scope, receive, send)
-    assert num_received == {"bytes": 11, "seconds": 1}.get(ending, 3)
+    server_ends = asyncio.Event()
+    if ending == "the server":
+        asyncio.get_running_loop().call_later(0.01, server_ends.set)
+    seconds = 0.01 if ending == "seconds" else 3600
+    await Linger(app, server_ends, max_bytes=1000, max_seconds=seconds)(scope, receive, send)
+    assert num_received == {"bytes": 11, "seconds": 1, "the server": 1}.get(ending, 3)
     assert (b"connection", b"close") in sent[0]["headers"]
     assert [message.get("more_body", False) for message in sent[1:]] == [True, False]
     assert sent[2]["body"] == b""

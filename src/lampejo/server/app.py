@@ -51,7 +51,7 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.add_middleware(HeadAsGet)
     security.protect(app, config)
     app.add_middleware(AccessLog, counts=service.counts)
-    app.add_middleware(Linger)
+    app.add_middleware(Linger, ending=service.ending)
     return app
 
 

@@ -8,6 +8,7 @@ from lampejo.errors import Busy, PromptTooLong, UserError
 
 BAD_REQUEST, NOT_FOUND, TOO_LARGE, NOT_JSON = 400, 404, 413, 415
 TOO_MANY, BROKEN, UNAVAILABLE, TIMED_OUT = 429, 500, 503, 504
+SHUTTING_DOWN = "The server is shutting down."
 
 _LONGEST = 1000  # characters of a message; some quote the request, which may be megabytes
 

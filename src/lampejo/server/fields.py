@@ -10,7 +10,8 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from lampejo.errors import shown
-from lampejo.server.errors import BAD_REQUEST, NOT_JSON, TOO_LARGE, ApiError, refused
+from lampejo.server.errors import BAD_REQUEST, NOT_JSON, SHUTTING_DOWN, TOO_LARGE, UNAVAILABLE, ApiError, refused
+from lampejo.server.http import unless
 
 _LONG = 50_000  # bytes; a body beyond is parsed in another thread
 # Brackets, colons and commas of a body outside of its texts. Parsing one takes half a microsecond, in which no other
@@ -62,14 +63,19 @@ async def read(request: Request, kind: type[Kind], max_bytes: int) -> Kind:
     told = request.headers.get("content-length", "")
     if told.isdecimal() and int(told) > max_bytes:
         raise too_large
-    raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > max_bytes:
-            raise too_large
-    if len(raw) > _LONG:
-        return await asyncio.to_thread(parse, bytes(raw), kind)
-    return parse(bytes(raw), kind)
+
+    async def received() -> bytes:
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > max_bytes:
+                raise too_large
+        return bytes(raw)
+
+    raw = await unless(request.app.state.service.ending.wait(), received())
+    if raw is None:
+        raise ApiError(UNAVAILABLE, SHUTTING_DOWN)
+    return await asyncio.to_thread(parse, raw, kind) if len(raw) > _LONG else parse(raw, kind)
 
 
 def parse(raw: bytes, kind: type[Kind]) -> Kind:

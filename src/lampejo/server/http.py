@@ -126,16 +126,22 @@ class EventStream(Response):
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects before it is there. The body must have been
     read."""
-    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    answer = await unless(_gone(request.receive), work)
+    if answer is None:
+        raise ClientDisconnect
+    return answer
+
+
+async def unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``; None if ``end`` comes before, and then it is cancelled."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientDisconnect
-        return answer.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
     finally:
-        answer.cancel()
-        gone.cancel()
-        await asyncio.gather(answer, gone, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

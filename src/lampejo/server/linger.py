@@ -5,9 +5,12 @@ was refused.
 """
 
 import asyncio
+import contextlib
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lampejo.server.http import unless
 
 MAX_BYTES = 256_000_000  # that are thrown away; who sends more gets the reset after all
 MAX_SECONDS = 10.0
@@ -16,8 +19,11 @@ MAX_SECONDS = 10.0
 class Linger:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BYTES, max_seconds: float = MAX_SECONDS) -> None:
+    def __init__(
+        self, app: ASGIApp, ending: asyncio.Event, max_bytes: int = MAX_BYTES, max_seconds: float = MAX_SECONDS
+    ) -> None:
         self.app = app
+        self._ending = ending
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
 
@@ -52,11 +58,9 @@ class Linger:
 
         await self.app(scope, receive_seen, send_held)
         if held is not None:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._max_seconds):
-                    await discard()
-            except TimeoutError:
-                pass
+                    await unless(self._ending.wait(), discard())
             await send(held)
 
 
