@@ -63,9 +63,9 @@ async def client_of(llm: LLM, **config: Any) -> AsyncIterator[httpx.AsyncClient]
 
 
 @contextlib.contextmanager
-def listening(llm: LLM) -> Iterator[tuple[int, Service]]:
+def listening(llm: LLM, **config: Any) -> Iterator[tuple[int, Service]]:
     """A server in a thread of this process."""
-    app = make_app(llm, ServerConfig())
+    app = make_app(llm, ServerConfig(**config))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from lampejo import grammar_joint
 from lampejo.answer import Style
 from lampejo.errors import Busy, UserError
 from lampejo.grammar import Grammar
@@ -99,6 +100,18 @@ COSTLY = {
         {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}, "required": [f"p{i}" for i in range(3000)]}
     ),
 }
+
+
+@pytest.mark.parametrize("num_patterns", [2, 3, 4])
+def test_as_many_characters_as_the_refusal_tells_are_let_in(num_patterns):
+    """Fault: 299 are told where the page tells 300, and 300 pass."""
+    with pytest.raises(UserError, match=r"; \d+ characters of") as caught:
+        grammar_joint._check(num_patterns, 10_000, "tools")
+    told = int(caught.value.message.rpartition("; ")[2].split()[0])
+    assert told == {2: 2000, 3: 300, 4: 126}[num_patterns]
+    grammar_joint._check(num_patterns, told, "tools")
+    with pytest.raises(UserError):
+        grammar_joint._check(num_patterns, told + 1, "tools")
 
 
 @pytest.mark.parametrize("name", COSTLY)

@@ -171,7 +171,13 @@ def test_one_request_of_the_full_length_always_completes(pair, width):
         check_idle(engine)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({}, id="greedy"),
+        pytest.param({"temperature": 0.9, "seed": 3}, id="sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_more_requests_than_fit_wait_and_none_fails(pair, sampling):
     """M4: pages run out in the middle; the youngest are preempted, return, and answer as if nothing had been."""
     target, drafter = pair

@@ -1,4 +1,4 @@
-"""lampejo: open language models several times faster, with exactly the same output.
+"""lampejo: open language models faster, with exactly the same output.
 
     llm = lampejo.load("smollm2")
     print(llm.generate([{"role": "user", "content": "Write a haiku about the sea"}]).text)

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, argument: str) -> NoReturn:
         """``argument`` belongs to nothing that this command knows."""
         if not argument.startswith("-"):
-            raise UserError(f"{argument!r} is one argument too many.", "Put a text with spaces between quotes.")
+            raise UserError(f"{argument!r} is one argument too many.", "Put texts between quotes; see --help.")
         flag = argument.partition("=")[0]
         close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)  # "--" is in common
         raise UserError(f"Unknown flag {flag}.", f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'.")
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="lampejo",
         usage="lampejo COMMAND ...",
-        description="Open language models several times faster, with exactly the same output.",
+        description="Open language models faster, with exactly the same output.",
         epilog="""Try: lampejo generate "Write a haiku about the sea". More: lampejo COMMAND --help.""",
         allow_abbrev=False,
     )

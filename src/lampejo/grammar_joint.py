@@ -72,7 +72,7 @@ def _check(num_patterns: int, num_chars: int, about: str) -> None:
         )
         raise UserError(message, _REMEDY, field=about)
     if num_patterns > 1 and (num_chars / num_patterns) ** num_patterns > MAX_PRODUCT:
-        longest = int(num_patterns * MAX_PRODUCT ** (1 / num_patterns))
+        longest = int(num_patterns * MAX_PRODUCT ** (1 / num_patterns) + 1e-6)  # the root of 1e6 is 99.99999
         raise UserError(
             f"{about} has {num_patterns} patterns of {num_chars} characters that one text must match at once;"
             f" {longest} characters of {num_patterns} can be enforced.",

@@ -524,6 +524,25 @@ def test_thinking_is_turned_off_by_the_same_words_in_both_forms_of_chats(fields)
     assert told == ChatBody.model_validate({**chat(), **fields}).chat().template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatBody, {"thinking": {"type": "enabled", "keep": 1}}),
+        (MessagesBody, {"thinking": {"type": "enabled", "budget_tokens": 5, "keep": 1}}),
+        (MessagesBody, {"thinking": {"type": "adaptive", "budget_tokens": 5}}),
+        (MessagesBody, {"output_config": {"keep": 1}}),
+        (ResponsesBody, {"reasoning": {"effort": "low", "max_tokens": 9}}),
+        (ResponsesBody, {"text": {"keep": 1}}),
+    ],
+)
+def test_what_an_inner_object_has_is_honoured_or_refused_too(kind, fields):
+    """P1. Fault: a budget, or a typing error, that changes nothing and is answered with 200."""
+    base = {"input": "Hello"} if kind is ResponsesBody else chat(**({"max_tokens": 9} if kind is MessagesBody else {}))
+    with pytest.raises(ApiError) as caught:
+        kind.model_validate({**base, **fields}).chat()
+    assert caught.value.param == next(iter(fields))
+
+
 def test_all_forms_of_chats_know_the_same_efforts():
     """P1. Fault: "max" is refused by one API, and a typing error passes at another."""
 

@@ -379,7 +379,7 @@ async def test_a_reader_who_takes_nothing_any_more_is_taken_for_gone(monkeypatch
         await asyncio.Event().wait()
 
     with model_saying(STORY) as llm, Held(llm) as held:
-        async with served(llm, keep_alive_s=0.01 if place == "a comment" else 15) as (_, service, _):
+        async with served(llm, keep_alive_s=0.01 if place == "a comment" else 0.5) as (_, service, _):
             held.let(3)
             answers = await service.start(Job([ids_of("Hello")], {"max_tokens": 60}))
 
@@ -422,7 +422,7 @@ async def test_the_connection_of_a_stalled_reader_is_dropped(monkeypatch):
     create_server = socket.create_server
     monkeypatch.setattr(socket, "create_server", small)
     body = json.dumps(chat(max_tokens=2000, stream=True, logprobs=True, top_logprobs=20, ignore_eos=True)).encode()
-    with model_saying("a" * 4000, num_pages=1024) as llm, listening(llm) as (port, service):
+    with model_saying("a" * 4000, num_pages=1024) as llm, listening(llm, keep_alive_s=0.5) as (port, service):
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             reader.connect(("127.0.0.1", port))

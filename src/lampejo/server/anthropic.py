@@ -16,9 +16,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lampejo import request as engine
 from lampejo.answer import Content, Event, Reasoning, ToolArguments, ToolStart
 from lampejo.errors import UserError
+from lampejo.request import Request as EngineRequest
 from lampejo.server.anthropic_body import MessagesBody, PromptBody
 from lampejo.server.chat_job import chat_job_of
 from lampejo.server.errors import ApiError, from_user_error
@@ -164,7 +164,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _ending(last: Piece, request: engine.Request) -> dict[str, Any]:
+def _ending(last: Piece, request: EngineRequest) -> dict[str, Any]:
     match = request.text.stop_match if request.text else None
     reason = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[last.finish_reason or "stop"]
     if match is not None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
-from lampejo.server.fields import part_text, string
+from lampejo.server.fields import check_names, part_text, string
 from lampejo.server.sampling_fields import KNOWN, OwnBody, complete, effort_of
 
 NAMES = {
@@ -89,14 +89,18 @@ class PromptBody(OwnBody):
         kwargs: dict[str, Any] = {}
         if self.messages and self.messages[-1].get("role") == "assistant":
             kwargs["continue_final_message"] = True  # Anthropic's prefill
+        check_names(self.thinking, "thinking", ("type", "budget_tokens", "display"))
+        check_names(self.output_config, "output_config", ("effort", "format"))
         if self.thinking is not None:
             kind = self.thinking.get("type")
             if kind not in ("enabled", "adaptive", "disabled"):
                 raise refused("thinking", f"its type is {shown(kind)}; there are enabled, adaptive and disabled.")
+            if kind != "enabled" and self.thinking.get("budget_tokens") is not None:
+                raise refused("thinking", f"budget_tokens is of the type enabled, not {kind}.")
             if self.thinking.get("display") not in (None, "summarized", "omitted"):
                 raise refused("thinking", "its display is summarized or omitted.")
             kwargs["enable_thinking"] = kind != "disabled"
-        effort = effort_of((self.output_config or {}).get("effort"), "output_config")
+        effort = effort_of((self.output_config or {}).get("effort"), "output_config.effort")
         if effort is not None:
             kwargs["reasoning_effort"] = effort
             if effort == "none":

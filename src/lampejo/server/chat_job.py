@@ -62,7 +62,10 @@ def chat_job(chat: Chat, style: Style) -> Job:
         tools = []
     if tools:
         if style.tools is None:
-            raise refused("tools", "this model's chat template knows no tools. Leave them out.")
+            raise refused(
+                "tools",
+                "this model's chat template knows none. Leave them out, or serve another, like qwen2.5-coder-1.5b.",
+            )
         template_kwargs["tools"] = tools
     messages = [_message(message, i) for i, message in enumerate(chat.messages)]
     params = {**chat.params, "chat_template_kwargs": template_kwargs}

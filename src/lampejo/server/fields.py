@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
@@ -124,6 +124,13 @@ def _told(error: ValidationError) -> ApiError:
     name = str(path[0])
     messages = dict.fromkeys(c["msg"] for c in complaints if c["loc"][0] == path[0])
     return refused(name, "; or ".join(message[:1].lower() + message[1:] for message in messages) + ".")
+
+
+def check_names(item: Mapping[str, Any] | None, field: str, names: Sequence[str]) -> None:
+    """Refuses an inner object of the body that has others: the APIs do so themselves."""
+    for name in item or {}:
+        if name not in names:
+            raise refused(field, f"it has {shown(name)}; there are {', '.join(names)}.")
 
 
 def string(item: Mapping[str, Any], name: str, where: str) -> str:

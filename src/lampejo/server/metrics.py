@@ -82,7 +82,7 @@ class Metrics(Collector):
         yield self._counters(
             prefix + "request_success",
             'Requests that ended: with "stop" or "length" in their time, with "abort" when their reader went or their'
-            ' time was over, with "error" when the engine failed.',
+            ' time was over, with "error" when the engine failed, or their grammar grew too complex.',
             "finished_reason",
             counts.endings,
         )

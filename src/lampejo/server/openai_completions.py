@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lampejo import request as engine
 from lampejo.accept import TokenLogprobs
 from lampejo.answer import Content
+from lampejo.request import Request as EngineRequest
 from lampejo.server.errors import ApiError, refused
 from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
@@ -153,9 +153,7 @@ class CompletionWriter:
             more.setdefault("usage", answers.usage if self.body.counts_along else None)
         return event({**self._head(answers, choices), **more})
 
-    async def _choice(
-        self, piece: Piece, request: engine.Request, is_first: bool, offsets: list[int]
-    ) -> dict[str, Any]:
+    async def _choice(self, piece: Piece, request: EngineRequest, is_first: bool, offsets: list[int]) -> dict[str, Any]:
         """What a piece adds; the prompt before the first, if it is to be echoed."""
         text, logprobs = "", None
         if is_first and self.body.echo:
@@ -172,7 +170,7 @@ class CompletionWriter:
                 logprobs = added if logprobs is None else {name: logprobs[name] + added[name] for name in added}
         return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _of_prompt(self, request: engine.Request, index: int, offsets: list[int]) -> dict[str, list[Any]]:
+    def _of_prompt(self, request: EngineRequest, index: int, offsets: list[int]) -> dict[str, list[Any]]:
         """Nothing comes before a prompt's first token, so nothing tells how likely it was."""
         first = self._token(request.prompt_ids[0])
         offsets[index] = len(first)

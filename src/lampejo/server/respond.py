@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lampejo import request as engine
+from lampejo.request import Request as EngineRequest
 from lampejo.server.http import EventStream, JsonResponse, to_long_json, unless_gone
 from lampejo.server.service import Answers, Job, Service
 from lampejo.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ async def respond(request: Request, service: Service, job: Job, writer: Writer, 
     return await unless_gone(request, work())
 
 
-def prompt_logprobs(tokenizer: Tokenizer, request: engine.Request, num_top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer, request: EngineRequest, num_top: int) -> list[dict[str, Any] | None]:
     """vLLM's ``prompt_logprobs``: for each token of the prompt its log probability and those of the ``num_top``
     likeliest, by id; None for the first, before which nothing is. A rank beyond these is not known, and null."""
     told: list[dict[str, Any] | None] = [None]

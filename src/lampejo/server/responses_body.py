@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
-from lampejo.server.fields import part_text, string
+from lampejo.server.fields import check_names, part_text, string
 from lampejo.server.sampling_fields import Text, ThinkingBody, complete, effort_of
 
 NAMES = {
@@ -76,6 +76,7 @@ class ResponsesBody(ThinkingBody):
 
     def _format(self) -> Any:
         text = self.text or {}
+        check_names(text, "text", ("format", "verbosity"))
         if text.get("verbosity") not in (None, "low", "medium", "high"):  # a hint, which changes nothing here
             raise refused("text.verbosity", "it is low, medium or high.")
         return text.get("format")
@@ -83,10 +84,11 @@ class ResponsesBody(ThinkingBody):
     def _effort(self) -> str | None:
         reasoning = self.reasoning or {}
         harmless = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}
+        check_names(reasoning, "reasoning", ("effort", *harmless))
         for name, value in harmless.items():
             if reasoning.get(name) not in (None, value):
                 raise refused("reasoning", f"{name} cannot be {shown(reasoning[name])} here. Leave it out.")
-        return effort_of(reasoning.get("effort"), "reasoning")
+        return effort_of(reasoning.get("effort"), "reasoning.effort")
 
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""

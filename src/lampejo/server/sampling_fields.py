@@ -7,7 +7,7 @@ from pydantic import Field, WithJsonSchema
 
 from lampejo.errors import shown
 from lampejo.server.errors import refused
-from lampejo.server.fields import Body
+from lampejo.server.fields import Body, check_names
 
 # How other servers are asked for what response_format asks for here. Ignored, they would give text of any form.
 OTHER_FORMATS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
@@ -246,8 +246,7 @@ class ThinkingBody(SamplingBody):
     def _thinking(self, kwargs: dict[str, Any]) -> Any:
         """The budget that ``thinking`` has, if any; whether there is to be reasoning goes to the template."""
         thinking = self.thinking or {}
-        for name in thinking.keys() - {"type", "budget_tokens"}:
-            raise refused("thinking", f"it has {shown(name)}; there are type and budget_tokens.")
+        check_names(thinking, "thinking", ("type", "budget_tokens"))
         kind = thinking.get("type")
         if kind not in (None, "enabled", "adaptive", "auto", "disabled"):
             raise refused("thinking.type", f"it is {shown(kind)}; there are enabled, adaptive, auto and disabled.")
