@@ -568,6 +568,18 @@ def test_numpy_is_imported_before_pytorch_does_it():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True False\n"
 
 
+def test_top_imports_neither():
+    """Fault: a look at a server waits for what only models need."""
+    program = """
+        import sys
+        from lampejo import cli, cli_top
+        cli_top.top = lambda options: print("numpy" in sys.modules, "torch" in sys.modules)
+        cli.main(["top", "--once"])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False False\n"
+
+
 def shell(line: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """``line`` by a shell; ``$L`` is the command under test."""
     environment = {**os.environ, "L": f"{sys.executable} -m lampejo", **variables}

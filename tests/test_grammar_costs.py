@@ -12,7 +12,7 @@ from lampejo.errors import Busy, UserError
 from lampejo.grammar import Grammar
 from lampejo.grammar_compiler import Grammars
 from lampejo.grammar_joint import MAX_AT_ONCE, check_at_once, check_joined
-from lampejo.grammar_trial import MAX_HELD, MAX_WAITING, Pieces, Trials
+from lampejo.grammar_trial import MAX_HELD, MAX_WAITING, TokenTable, Trials
 from scripted import EOS, VOCAB, ids_of
 from test_grammar import TOKENS, llm_of
 from test_guide import allowed
@@ -221,7 +221,7 @@ def test_joins_of_lark_are_counted_and_what_looks_like_them_is_not(rules, is_joi
 
 @pytest.fixture(scope="module")
 def trials() -> Trials:
-    return Trials(Pieces([bytes([i]) for i in range(256)] + [b"<end>"], [256], [256]))
+    return Trials(TokenTable([bytes([i]) for i in range(256)] + [b"<end>"], [256], [256]))
 
 
 def test_a_trial_ends_what_never_would(trials):

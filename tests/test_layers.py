@@ -111,6 +111,7 @@ ORDER = [
     "server.openai_completions",
     "server.tokens",
     "server.app",
+    "cli_streams",
     "cli_flags",
     "cli_options",
     "cli_serve",

@@ -296,7 +296,11 @@ class LLM:
             check_that_all_is_told(self.chat_template or "", messages, self.tokenizer, **kwargs)
         if is_bounded:
             self._bound.check(text)
-        return self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
+        except UserError as error:
+            field = "prompt" if isinstance(prompt, str) else "messages"
+            raise UserError(f"{field}: {error.message}", error.remedy, field=field) from error
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         for token_id in ids:

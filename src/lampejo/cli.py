@@ -4,10 +4,8 @@ No torch is imported before a command needs it: ``--help`` and mistakes in flags
 """
 
 import argparse
-import contextlib
 import difflib
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import NoReturn, TypeAlias
 
 from lampejo import __version__
 from lampejo.cli_flags import add_answer_flags, add_bench_flags, add_model_flags, add_plan_flags, add_serve_flags
-from lampejo.errors import DamagedModel, UserError
+from lampejo.cli_streams import check_stdin, give_up_broken_streams, mend_streams, tell
+from lampejo.errors import DamagedModel, UserError, why
 from lampejo.weights.aliases import ALIASES, DEFAULT
 
 INTERRUPTED, BROKEN_PIPE, USER_MISTAKE = 130, 141, 2  # exit codes; the first two are 128 and the signal's number
@@ -46,7 +45,10 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, argument: str) -> NoReturn:
         """``argument`` belongs to nothing that this command knows."""
         if not argument.startswith("-"):
-            raise UserError(f"{argument!r} is one argument too many.", "Put texts between quotes; see --help.")
+            raise UserError(
+                f"{argument!r} is one argument too many.",
+                f"Put a text with spaces between quotes; see '{self.prog} --help'.",
+            )
         flag = argument.partition("=")[0]
         close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)  # "--" is in common
         raise UserError(f"Unknown flag {flag}.", f"Did you mean {close[0]}?" if close else f"See '{self.prog} --help'.")
@@ -139,17 +141,12 @@ def _generate(args: argparse.Namespace) -> int:
 def _text(prompt: str) -> str:
     try:
         if prompt == "-":
-            _check_stdin()
+            check_stdin()
             return sys.stdin.buffer.read().decode()
         prompt.encode()
     except UnicodeError:
         raise UserError("The prompt is not UTF-8 text.", "Convert it, for example with iconv.") from None
     return prompt
-
-
-def _check_stdin() -> None:
-    if sys.stdin is None:
-        raise UserError("The standard input is closed.", "Run the command with an input: a terminal, a file or a pipe.")
 
 
 CHAT_EXAMPLES = """/help lists the chat's own commands. Ctrl-C stops an answer; at the prompt it ends the chat.
@@ -170,7 +167,7 @@ def _add_chat(commands: Commands) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    _check_stdin()
+    check_stdin()
     from lampejo.chat_session import chat
     from lampejo.cli_options import answer_params, model_options
 
@@ -341,31 +338,32 @@ def _top(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. The user's mistakes become one line, without a traceback."""
-    _mend_streams()
+    mend_streams()
     gc.set_threshold(100_000)  # imports and loading make a million objects that stay: looking through them takes 0.3 s
     try:
         _check_folder()
         args = make_parser().parse(sys.argv[1:] if argv is None else argv)
-        import numpy  # noqa: F401  # PyTorch would lose a Ctrl-C that comes while it imports this
+        if args.run is not _top:  # which needs no PyTorch
+            import numpy  # noqa: F401  # PyTorch would lose a Ctrl-C that comes while it imports this
 
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except (UserError, DamagedModel) as error:
-        _tell(f"lampejo: {' '.join(str(error).split())}")
+        tell(f"lampejo: {' '.join(str(error).split())}")
         return USER_MISTAKE
     except KeyboardInterrupt:
-        _tell("")
+        tell("")
         return INTERRUPTED
     except BrokenPipeError:  # what reads our output has gone
         return BROKEN_PIPE
     except OSError as error:
         if error.filename is not None:  # of a file, which is told where it is opened
             raise
-        _tell(f"lampejo: input or output failed: {error.strerror or error}. Look where they are redirected to.")
+        tell(f"lampejo: input or output failed: {why(error)}. Look where they are redirected to.")
         return USER_MISTAKE
     finally:
-        _give_up_broken_streams()
+        give_up_broken_streams()
 
 
 def _check_folder() -> None:
@@ -373,28 +371,3 @@ def _check_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UserError("The current folder does not exist any more.", "Change to one that does.") from None
-
-
-def _mend_streams() -> None:
-    """A standard output that was closed before we began swallows what is written; one that is not in UTF-8 shows "?"
-    for the characters that it does not have."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
-def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-
-
-def _give_up_broken_streams() -> None:
-    """What cannot be written is lost; Python would complain once more at its own end."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -13,7 +13,7 @@ from lampejo.answer import END_THINK, THINK, Start
 from lampejo.errors import UserError, shown
 from lampejo.grammar import Grammar, quoted
 from lampejo.grammar_costs import LIMITS, REMEDY, TOO_COSTLY, check_cost, with_large_stack
-from lampejo.grammar_trial import Pieces, Trials
+from lampejo.grammar_trial import TokenTable, Trials
 from lampejo.guide import Compiled, Guide, Matcher, Stuck, Vocabulary, next_mask
 from lampejo.sampling import check_number
 from lampejo.tokenizer import Tokenizer
@@ -136,13 +136,13 @@ class Grammars:
         tokens = [self._tokenizer.token_text(i).bytes for i in range(min(size, self._tokenizer.vocab_size))]
         # Ids that have no text are special too.
         special_ids = [i for i in range(size) if i in self._tokenizer.special_ids or i >= len(tokens) or not tokens[i]]
-        pieces = Pieces(
+        table = TokenTable(
             [*tokens, *(b"<[none]>" for _ in range(size - len(tokens)))],
             special_ids,
             self._vocabulary.eos_ids,
             lambda text: self._tokenizer.encode(text, add_special_tokens=False),
         )
-        return pieces.index(), Trials(pieces)
+        return table.index(), Trials(table)
 
 
 def _check(grammar: Grammar) -> bool:

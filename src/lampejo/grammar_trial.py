@@ -34,7 +34,7 @@ _WALL_SECONDS = 15  # where others keep the processors busy
 _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import lampejo.grammar_trial as t; t.serve()"
 
 
-class Pieces:
+class TokenTable:
     """A vocabulary as llguidance reads it: the bytes of each token. Those of special ids are never allowed. encode: ids
     of a text, as the model's tokenizer would write it."""
 
@@ -74,15 +74,15 @@ class Pieces:
         return ids
 
     def index(self) -> LLTokenizer:
-        pieces: Any = self  # what it takes is told by its attributes, not its class
-        return LLTokenizer(pieces, eos_token=self.eos_ids)
+        table: Any = self  # what it takes is told by its attributes, not its class
+        return LLTokenizer(table, eos_token=self.eos_ids)
 
 
 class Trials:
     """One process for all grammars of a vocabulary, from the first trial on; it forks for each."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
         self._places = threading.Semaphore(MAX_WAITING)
         self._held = threading.Semaphore(MAX_HELD)
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ class Trials:
         theirs.close()
         self._process_id = process.pid
         weakref.finalize(ours, _end, process)
-        ours.send((self._pieces.tokens, self._pieces.special_token_ids, self._pieces.eos_ids))
+        ours.send((self._table.tokens, self._table.special_token_ids, self._table.eos_ids))
         return ours
 
 
@@ -195,7 +195,7 @@ def serve() -> None:
     """In the process: a fork for each text that comes, until nobody can send any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other
     with contextlib.suppress(EOFError, OSError), Connection(int(sys.argv[2])) as connection:
-        indexed, ended = Pieces(*connection.recv()).index(), list[int]()
+        indexed, ended = TokenTable(*connection.recv()).index(), list[int]()
         while True:
             text, is_held = connection.recv()
             theirs = Connection(recv_handle(connection)) if is_held else None

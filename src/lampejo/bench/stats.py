@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer that is worth timing: not empty, not failed, the same ids as plain decoding gave (``is_same``), unless
-    a lossy policy may change them, of whose tokens ``num_inexact`` were not the target's own choice.
+    """One answer that is worth timing: not empty and not failed. is_same: it has the ids that plain decoding gave, from
+    which a lossy policy may part, or a GPU at a near-tie; num_inexact: tokens that were not the target's own choice.
 
     ``tok_per_s`` is of decoding alone, None for an answer of one token. The three numbers of steps count those that
     verified drafts, and what they committed, drafted and accepted.

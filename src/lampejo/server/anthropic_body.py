@@ -9,7 +9,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import check_names, part_text, string
-from lampejo.server.sampling_fields import KNOWN, OwnBody, complete, effort_of
+from lampejo.server.sampling_fields import KNOWN, OwnBody, complete, tell_effort
 
 NAMES = {
     "stop": "stop_sequences",
@@ -100,11 +100,7 @@ class PromptBody(OwnBody):
             if self.thinking.get("display") not in (None, "summarized", "omitted"):
                 raise refused("thinking", "its display is summarized or omitted.")
             kwargs["enable_thinking"] = kind != "disabled"
-        effort = effort_of((self.output_config or {}).get("effort"), "output_config.effort")
-        if effort is not None:
-            kwargs["reasoning_effort"] = effort
-            if effort == "none":
-                kwargs.setdefault("enable_thinking", False)
+        tell_effort((self.output_config or {}).get("effort"), "output_config.effort", kwargs)
         return kwargs
 
 

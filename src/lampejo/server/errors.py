@@ -8,7 +8,6 @@ from lampejo.errors import Busy, PromptTooLong, UserError
 
 BAD_REQUEST, NOT_FOUND, TOO_LARGE, NOT_JSON = 400, 404, 413, 415
 TOO_MANY, BROKEN, UNAVAILABLE, TIMED_OUT = 429, 500, 503, 504
-SHUTTING_DOWN = "The server is shutting down."
 
 _LONGEST = 1000  # characters of a message; some quote the request, which may be megabytes
 
@@ -78,6 +77,11 @@ class ContextExceeded(ApiError):
 
     def anthropic(self) -> dict[str, Any]:
         return {"type": "error", "error": {"type": "invalid_request_error", "message": self._of_anthropic}}
+
+
+def shutting_down() -> ApiError:
+    """503: what comes now is not begun any more."""
+    return ApiError(UNAVAILABLE, "The server is shutting down.", headers={"Connection": "close"})
 
 
 def refused(param: str, message: str) -> ApiError:

@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from lampejo.errors import shown
-from lampejo.server.errors import BAD_REQUEST, NOT_JSON, SHUTTING_DOWN, TOO_LARGE, UNAVAILABLE, ApiError, refused
+from lampejo.server.errors import BAD_REQUEST, NOT_JSON, TOO_LARGE, ApiError, refused, shutting_down
 from lampejo.server.http import unless
 
 _LONG = 50_000  # bytes; a body beyond is parsed in another thread
@@ -74,7 +74,7 @@ async def read(request: Request, kind: type[Kind], max_bytes: int) -> Kind:
 
     raw = await unless(request.app.state.service.ending.wait(), received())
     if raw is None:
-        raise ApiError(UNAVAILABLE, SHUTTING_DOWN)
+        raise shutting_down()
     return await asyncio.to_thread(parse, raw, kind) if len(raw) > _LONG else parse(raw, kind)
 
 

@@ -24,7 +24,7 @@ from lampejo.server.fields import read, schema_of
 from lampejo.server.http import DONE, event
 from lampejo.server.models_info import ModelName, fingerprint
 from lampejo.server.respond import prompt_logprobs, respond
-from lampejo.server.sampling_fields import ThinkingBody, complete, effort_of
+from lampejo.server.sampling_fields import ThinkingBody, complete
 from lampejo.server.service import Answers, Piece, Service
 from lampejo.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ class ChatBody(ThinkingBody):
             if self.stream:
                 raise refused("prompt_logprobs", "they are not told in streams.")
             params["prompt_logprobs"] = self.prompt_logprobs
-        kwargs, budget = self.thoughts(effort_of(self.reasoning_effort, "reasoning_effort"))
+        kwargs, budget = self.thoughts(self.reasoning_effort, "reasoning_effort")
         if budget is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
         if self.add_generation_prompt is not None:

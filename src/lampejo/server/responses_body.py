@@ -8,7 +8,7 @@ from lampejo.errors import shown
 from lampejo.server.chat_job import Chat
 from lampejo.server.errors import refused
 from lampejo.server.fields import check_names, part_text, string
-from lampejo.server.sampling_fields import Text, ThinkingBody, complete, effort_of
+from lampejo.server.sampling_fields import Text, ThinkingBody, complete
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -52,7 +52,7 @@ class ResponsesBody(ThinkingBody):
             raise refused("include", "log probabilities are told by /v1/chat/completions only.")
         if self.max_output_tokens is not None:
             params["max_tokens"] = self.max_output_tokens
-        (kwargs, budget), names = self.thoughts(self._effort()), dict(NAMES)
+        (kwargs, budget), names = self.thoughts(self._effort(), "reasoning.effort"), dict(NAMES)
         if budget is not None:
             names["thinking_budget"], params["thinking_budget"] = budget
         tools = [_tool(tool, i) for i, tool in enumerate(self.tools or ())]
@@ -81,14 +81,14 @@ class ResponsesBody(ThinkingBody):
             raise refused("text.verbosity", "it is low, medium or high.")
         return text.get("format")
 
-    def _effort(self) -> str | None:
+    def _effort(self) -> Any:
         reasoning = self.reasoning or {}
         harmless = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}
         check_names(reasoning, "reasoning", ("effort", *harmless))
         for name, value in harmless.items():
             if reasoning.get(name) not in (None, value):
                 raise refused("reasoning", f"{name} cannot be {shown(reasoning[name])} here. Leave it out.")
-        return effort_of(reasoning.get("effort"), "reasoning.effort")
+        return reasoning.get("effort")
 
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""

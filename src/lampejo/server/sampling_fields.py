@@ -214,11 +214,16 @@ class SamplingBody(OwnBody):
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of all APIs; a template may know fewer
 
 
-def effort_of(value: Any, field: str) -> str | None:
-    """How much a model is to think. ``field``: where the API that was called has it, for errors."""
-    if value is None or value in EFFORTS:
-        return value
-    raise refused(field, f"the effort is {shown(value)}; there are {', '.join(EFFORTS)}.")
+def tell_effort(value: Any, field: str, kwargs: dict[str, Any]) -> None:
+    """Adds to the template's arguments how much a model is to think; what they have goes first. ``field``: where the
+    API that was called has it, for errors."""
+    if value is None:
+        return
+    if value not in EFFORTS:
+        raise refused(field, f"the effort is {shown(value)}; there are {', '.join(EFFORTS)}.")
+    kwargs.setdefault("reasoning_effort", value)
+    if value == "none":
+        kwargs.setdefault("enable_thinking", False)
 
 
 class ThinkingBody(SamplingBody):
@@ -228,8 +233,8 @@ class ThinkingBody(SamplingBody):
     enable_thinking: bool | None = None  # of Qwen
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def thoughts(self, effort: str | None) -> tuple[dict[str, Any], tuple[str, Any] | None]:
-        """What the template is told, and ``budget``."""
+    def thoughts(self, effort: Any, field: str) -> tuple[dict[str, Any], tuple[str, Any] | None]:
+        """What the template is told, and ``budget``. field: where the effort stands."""
         kwargs = dict(self.chat_template_kwargs or {})
         budget = self.budget(
             thinking__budget_tokens=self._thinking(kwargs),
@@ -237,10 +242,7 @@ class ThinkingBody(SamplingBody):
         )
         if self.enable_thinking is not None:
             kwargs.setdefault("enable_thinking", self.enable_thinking)
-        if effort is not None:
-            kwargs.setdefault("reasoning_effort", effort)
-            if effort == "none":
-                kwargs.setdefault("enable_thinking", False)
+        tell_effort(effort, field, kwargs)
         return kwargs, budget
 
     def _thinking(self, kwargs: dict[str, Any]) -> Any:

@@ -20,16 +20,7 @@ from lampejo.frontend import AsyncOutbox
 from lampejo.request import DraftStats, Request
 from lampejo.server.config import ServerConfig
 from lampejo.server.counts import Counts, Watch
-from lampejo.server.errors import (
-    BROKEN,
-    SHUTTING_DOWN,
-    TIMED_OUT,
-    TOO_MANY,
-    UNAVAILABLE,
-    ApiError,
-    from_user_error,
-    refused,
-)
+from lampejo.server.errors import BROKEN, TIMED_OUT, TOO_MANY, ApiError, from_user_error, refused, shutting_down
 from lampejo.tokenizer import Tokenizer
 
 MAX_ENCODED_BYTES = 2_000_000
@@ -302,7 +293,7 @@ class Service:
         if self.error is not None:
             raise self.failure(self.error)
         if self.draining:
-            raise ApiError(UNAVAILABLE, SHUTTING_DOWN, headers={"Connection": "close"})
+            raise shutting_down()
         most = self._max_rows + self.config.max_queue
         if self.num_active and self.num_active + num_requests > most:
             message = f"{self.num_active} requests are running or waiting; try again later."
@@ -324,7 +315,7 @@ class Service:
     def failure(self, error: BaseException) -> ApiError:
         """The engine has ended: 500, or 503 if it was told to."""
         if self.error is None:
-            return ApiError(UNAVAILABLE, SHUTTING_DOWN)
+            return shutting_down()
         cause = error.__cause__ or error
         return ApiError(BROKEN, f"The engine has failed: {cause}", code="engine_failed")
 

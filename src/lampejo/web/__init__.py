@@ -42,7 +42,7 @@ def routes() -> APIRouter:
         content_type = CONTENT_TYPES.get(file.name.rpartition(".")[2])
         if content_type is not None:
             path = "/" if file.name == "index.html" else f"/web/{file.name}"
-            router.add_api_route(path, _sender(file.read_bytes(), content_type), methods=["GET", "HEAD"])
+            router.add_api_route(path, _sender(file.read_bytes(), content_type), methods=["GET"])
     return router
 
 
