@@ -35,17 +35,18 @@ clean:
 	rm -rf $(VENV) build dist
 
 # The stamps are touched last, so an interrupted installation is taken up again. torch comes first and by itself: TORCH
-# chooses the build, for example TORCH="torch==2.13.0 --index-url ..." for one without CUDA.
+# chooses the build, for example TORCH="torch==2.13.0 --index-url ..." for one without CUDA. Most modules of what is
+# installed are never imported: those that are get compiled then, which takes a minute less than to compile all.
 $(INSTALLED): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lampejo needs Python 3.11 or newer, $(PYTHON) is older; name one with make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH), which takes minutes the first time"
-	$(PIP) install -qq $(TORCH)
-	$(PIP) install -qq -e .
+	$(PIP) install -qq --no-compile $(TORCH)
+	$(PIP) install -qq --no-compile -e .
 	@touch $@
 
 # By name, as what is there: from its path the package would be built again, kernels included.
 $(DEV): $(INSTALLED)
-	$(PIP) install -qq "lampejo[dev]"
+	$(PIP) install -qq --no-compile "lampejo[dev]"
 	@touch $@

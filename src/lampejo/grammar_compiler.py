@@ -146,18 +146,27 @@ class Grammars:
 
 
 def _check(grammar: Grammar) -> bool:
-    """Whether it joins patterns. ``UserError`` if it evidently costs too much."""
+    """Whether it joins patterns. ``UserError`` if it evidently costs too much, alone or with all that it has."""
     try:
-        for name, schema in grammar.schemas:
-            try:
-                check_cost({"json_schema": json.loads(schema)}, grammar.about)
-            except UserError as error:
-                message = f"{_of_tool(grammar, name)}{error.message.removeprefix(grammar.about)}"
-                raise UserError(message, error.remedy, field=grammar.about) from None
         joins = [check_cost(part, grammar.about) for part in _parts(json.loads(grammar.body))]  # all of them
-        return any(joins)
     except RecursionError:
         raise _too_deep(grammar) from None
+    except UserError as error:
+        raise _named_tool(grammar) or error from None
+    return any(joins)
+
+
+def _named_tool(grammar: Grammar) -> UserError | None:
+    """What is wrong, where one tool is to blame."""
+    for name, schema in grammar.schemas:
+        try:
+            check_cost({"json_schema": json.loads(schema)}, grammar.about)
+        except RecursionError:
+            return _too_deep(grammar)
+        except UserError as error:
+            message = f"{_of_tool(grammar, name)}{error.message.removeprefix(grammar.about)}"
+            return UserError(message, error.remedy, field=grammar.about)
+    return None
 
 
 def _with_reasoning(grammar: Grammar, start: Start) -> str:
